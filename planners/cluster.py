@@ -1,0 +1,41 @@
+"""The hardware a plan is made for: devices, machines, and the cluster they form."""
+
+from collections import Counter
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class Device(BaseModel):
+    """One accelerator, or one CPU core that works as one.
+
+    `index` is the CUDA ordinal of a GPU and the operating system's core number of a CPU device.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    index: int = Field(ge=0)
+    device_type: str = Field(pattern=r"^[a-z0-9][a-z0-9-]*$", description="Also the name of its Prefect work pool.")
+    kind: Literal["cuda", "cpu"]
+    memory_bytes: int = Field(gt=0, description="Device memory; a CPU device's share of the machine's memory.")
+
+
+class Machine(BaseModel):
+    """A host and its devices. The name is also the name of its Prefect work queue in each of its types' pools."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: str
+    devices: tuple[Device, ...]
+
+    def count_by_type(self) -> dict[str, int]:
+        """Number of devices of each type, by type name in sorted order."""
+        return dict(sorted(Counter(d.device_type for d in self.devices).items()))
+
+
+class Cluster(BaseModel):
+    """The machines that one run may use."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    machines: tuple[Machine, ...]

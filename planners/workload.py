@@ -1,0 +1,19 @@
+"""What one training step asks of the cluster."""
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class Workload(BaseModel):
+    """Sizes of a training step and how stale its data may be. B and G are the symbols of the paper (AReaL-Hex)."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    prompts_per_step: int = Field(default=8, ge=1, description="Prompts (groups) consumed by one training step: B.")
+    group_size: int = Field(default=8, ge=1, description="Answers generated for each prompt: G.")
+    max_prompt_tokens: int = Field(default=64, ge=1, description="Longest prompt accepted, in tokens.")
+    max_new_tokens: int = Field(default=8, ge=1, description="Longest answer generated, in tokens.")
+    max_staleness: int = Field(
+        default=2,
+        ge=0,
+        description="Largest number of policy versions between a trained token and the step that trains on it: η.",
+    )

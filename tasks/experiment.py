@@ -1,0 +1,274 @@
+"""The experiment: one YAML file, one model, also the form in the Prefect UI.
+
+The defaults are the laptop run, so an empty form trains SmolLM2-135M on one-digit sums.
+"""
+
+import difflib
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from planners.errors import UserError
+from planners.workload import Workload
+
+
+class Section(BaseModel):
+    """A part of the experiment: immutable, and an unknown key is an error."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class ModelSection(Section):
+    """Which language model is trained."""
+
+    source: str = Field(
+        default="smollm2-135m-instruct",
+        description="`smollm2-135m-instruct` (shipped in a Python package), `tiny-random` (1 M parameters, byte "
+        "tokenizer), or a directory in Hugging Face layout with safetensors weights and a tokenizer.",
+    )
+    dtype: Literal["float32", "bfloat16"] = Field(default="float32", description="float32 on CPUs, bfloat16 on GPUs.")
+    max_context: int = Field(default=512, ge=16, description="Longest prompt plus answer the engine serves, in tokens.")
+
+
+class DataSection(Section):
+    """Where questions come from."""
+
+    kind: Literal["reasoning_gym", "jsonl", "toy"] = Field(
+        default="reasoning_gym",
+        description="`reasoning_gym` generates questions; `jsonl` reads {question, answer} lines; `toy` asks for one "
+        "character and needs no language.",
+    )
+    task: str = Field(default="chain_sum", description="reasoning-gym generator (kind `reasoning_gym`).")
+    parameters: dict[str, Any] = Field(
+        default={"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1},
+        description="Arguments of the reasoning-gym generator.",
+    )
+    path: str | None = Field(default=None, description="JSON Lines file (kind `jsonl`).")
+    heldout_size: int = Field(default=100, ge=1, description="Unique questions kept for evaluation, never trained on.")
+    heldout_seed: int = Field(default=10_000_000, description="Seed of the held-out questions; far from training's.")
+
+
+class PromptSection(Section):
+    """How a question becomes the text the model continues."""
+
+    template: str = Field(
+        default="<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n",
+        description="Text with the placeholder {question}.",
+    )
+    prefill: str = Field(default="Answer:", description="Start of the answer, given to the model.")
+    stop: str = Field(default="<|im_end|>", description="Token that ends an answer; it is trained on.")
+
+
+class RewardSection(Section):
+    """How an answer is scored, in killable processes."""
+
+    kind: Literal["reasoning_gym", "math_verify", "character_share"] = Field(
+        default="reasoning_gym",
+        description="`reasoning_gym`: the generator's own scorer; `math_verify`: mathematical equality with the "
+        "answer; `character_share`: share of the answer's characters that equal the expected one.",
+    )
+    timeout_s: float = Field(default=5.0, gt=0, description="Seconds after which scoring one answer is killed.")
+    processes: int = Field(default=1, ge=1, description="Scoring processes per rollout replica.")
+
+
+class AlgorithmSection(Section):
+    """Decoupled PPO with group-normalised advantages, and the sampling it relies on."""
+
+    temperature: float = Field(default=1.0, gt=0, description="Sampling temperature of rollouts.")
+    lr: float = Field(default=5e-6, gt=0, description="AdamW learning rate.")
+    lr_schedule: Literal["constant", "linear", "cosine"] = Field(default="constant", description="Decay after warm-up.")
+    warmup_steps: int = Field(default=0, ge=0, description="Steps of linear warm-up.")
+    adam_beta1: float = Field(default=0.9, ge=0, lt=1)
+    adam_beta2: float = Field(default=0.99, ge=0, lt=1)
+    weight_decay: float = Field(default=0.0, ge=0)
+    clip: float = Field(default=0.2, gt=0, description="PPO clip range ε.")
+    behaviour_weight_cap: float = Field(
+        default=2.0, gt=0, description="Cap of π_prox/π_behave, the correction for stale tokens."
+    )
+    gradient_clip: float = Field(default=1.0, gt=0, description="Largest global gradient norm.")
+    minibatches: int = Field(default=1, ge=1, description="Optimiser updates per training step.")
+    tokens_per_micro_batch: int = Field(
+        default=1024, ge=1, description="Largest packed micro-batch in tokens (a larger single group goes alone)."
+    )
+    zero_stage: Literal[0, 1, 2, 3] = Field(default=0, description="DeepSpeed ZeRO stage.")
+    permute_advantages: bool = Field(
+        default=False, description="Control experiment: shuffle advantages over the batch, so nothing can be learnt."
+    )
+
+
+class RolloutSection(Section):
+    """How replicas generate and take new weights."""
+
+    on_new_version: Literal["continue", "restart", "drain"] = Field(
+        default="continue",
+        description="Answers in flight when weights change: `continue` under the new weights with versions kept per "
+        "token, `restart` from nothing, or `drain` (finish first, then load).",
+    )
+    concurrency: int | None = Field(
+        default=None, ge=1, description="Answers in flight per replica; empty: as the plan says."
+    )
+    max_attempts_per_prompt: int = Field(
+        default=3, ge=1, description="Leases of one prompt before it is quarantined."
+    )
+
+
+class ClusterSection(Section):
+    """Which devices the run may use."""
+
+    device_types: list[str] | None = Field(default=None, description="Device types to use; empty: all that are found.")
+
+
+class PlannerSection(Section):
+    """Choices that a person may take away from the planner."""
+
+    train_type: str | None = Field(default=None, description="Device type that trains; empty: the planner chooses.")
+    train_devices: int | None = Field(default=None, ge=1, description="Devices that train; empty: planner chooses.")
+
+
+class StorageSection(Section):
+    """What is kept on shared storage."""
+
+    keep_versions: int = Field(default=2, ge=1, description="Newest weight versions kept besides claimed ones.")
+    keep_checkpoints: int = Field(default=2, ge=1, description="Newest checkpoints kept.")
+    keep_steps: int = Field(default=100, ge=1, description="Steps for which consumed trajectories are kept.")
+
+
+class TrackingSection(Section):
+    """Where the run appears in MLflow."""
+
+    experiment: str = Field(default="hexflow", description="MLflow experiment name: one per study.")
+    tags: dict[str, str] = Field(default={}, description="Tags of the MLflow run and the Prefect flow run.")
+
+
+class RunSection(Section):
+    """Length, seeds and patience of the run."""
+
+    name: str = Field(default="laptop", pattern=r"^[a-z0-9][a-z0-9-]*$", description="Start of the run's id.")
+    steps: int = Field(default=40, ge=1, description="Training steps.")
+    seed: int = Field(default=0, ge=0, description="Seed of data order, sampling and training.")
+    checkpoint_every: int = Field(default=20, ge=1, description="Steps between checkpoints; the last step always has one.")
+    evaluation_samples: int = Field(default=2, ge=1, description="Sampled answers per held-out question.")
+    restarts: int = Field(default=3, ge=0, description="Restarts of dead replicas and trainers allowed in all.")
+    heartbeat_deadline_s: float = Field(default=60.0, gt=0, description="Silence after which an actor counts as dead.")
+    start_deadline_s: float = Field(default=600.0, gt=0, description="Longest start-up of a replica or trainer.")
+    step_deadline_s: float = Field(default=1800.0, gt=0, description="Longest time without a finished step.")
+
+
+class Experiment(Section):
+    """Everything that decides a run, except the hardware it finds."""
+
+    model: ModelSection = Field(default=ModelSection(), description="Which language model is trained.")
+    data: DataSection = Field(default=DataSection(), description="Where questions come from.")
+    prompt: PromptSection = Field(default=PromptSection(), description="How a question becomes a prompt.")
+    reward: RewardSection = Field(default=RewardSection(), description="How an answer is scored.")
+    algorithm: AlgorithmSection = Field(default=AlgorithmSection(), description="Loss, optimiser and sampling.")
+    workload: Workload = Field(default=Workload(), description="Sizes of a step and the staleness bound.")
+    rollout: RolloutSection = Field(default=RolloutSection(), description="How replicas generate and take weights.")
+    cluster: ClusterSection = Field(default=ClusterSection(), description="Which devices the run may use.")
+    planner: PlannerSection = Field(default=PlannerSection(), description="What the planner may not choose.")
+    storage: StorageSection = Field(default=StorageSection(), description="What is kept on shared storage.")
+    tracking: TrackingSection = Field(default=TrackingSection(), description="Where the run appears in MLflow.")
+    run: RunSection = Field(default=RunSection(), description="Length, seeds and patience of the run.")
+
+    @model_validator(mode="after")
+    def _sections_agree(self) -> "Experiment":
+        if self.workload.group_size < 2:
+            raise ValueError(
+                "workload.group_size is 1, but advantages are normalised within a group: set it to 2 or more"
+            )
+        lengths = self.workload.max_prompt_tokens + self.workload.max_new_tokens
+        if lengths > self.model.max_context:
+            raise ValueError(
+                f"workload.max_prompt_tokens + workload.max_new_tokens is {lengths}, above model.max_context "
+                f"{self.model.max_context}: lower the lengths or raise the context"
+            )
+        if self.algorithm.minibatches > self.workload.prompts_per_step:
+            raise ValueError(
+                f"algorithm.minibatches is {self.algorithm.minibatches}, above workload.prompts_per_step "
+                f"{self.workload.prompts_per_step}: each minibatch needs at least one group"
+            )
+        if "{question}" not in self.prompt.template:
+            raise ValueError("prompt.template lacks the placeholder {question}")
+        if self.data.kind == "jsonl" and not self.data.path:
+            raise ValueError("data.kind is jsonl, but data.path is empty: name the file")
+        if self.reward.kind == "reasoning_gym" and self.data.kind != "reasoning_gym":
+            raise ValueError(
+                f"reward.kind reasoning_gym scores its own questions only, but data.kind is {self.data.kind}: "
+                "use math_verify or character_share"
+            )
+        return self
+
+
+def load_experiment(path: Path, overrides: list[str] | None = None) -> Experiment:
+    """Read an experiment file and apply dotted overrides such as `algorithm.lr=1e-6`.
+
+    Raises:
+        UserError: the file is missing or not YAML, a key is unknown (the nearest is named), or a value does not fit.
+    """
+    try:
+        tree = yaml.safe_load(path.read_text()) or {}
+    except FileNotFoundError:
+        raise UserError(f"There is no experiment file {path}; shipped ones lie in deployments/experiments/.") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"The experiment file {path} cannot be read: {error}.") from None
+    except yaml.YAMLError as error:
+        raise UserError(f"{path} is not valid YAML: {' '.join(str(error).split())}.") from None
+    if not isinstance(tree, dict):
+        raise UserError(f"{path} must hold sections such as `model:` and `run:`, not a {type(tree).__name__}.")
+    for override in overrides or []:
+        _apply_override(tree, override)
+    return parse_experiment(tree, str(path))
+
+
+def parse_experiment(tree: dict[str, Any], origin: str) -> Experiment:
+    """Validate a tree of values; `origin` names it in errors.
+
+    Raises:
+        UserError: one sentence per fault, with the nearest known key for a misspelt one.
+    """
+    try:
+        return Experiment.model_validate(tree)
+    except ValidationError as error:
+        faults = "; ".join(_describe_fault(fault) for fault in error.errors())
+        raise UserError(f"{origin}: {faults}.") from None
+
+
+def _apply_override(tree: dict[str, Any], override: str) -> None:
+    key, separator, text = override.partition("=")
+    parts = key.split(".")
+    if not separator or len(parts) < 2 or not all(parts):
+        raise UserError(f"The override '{override}' is not of the form section.key=value, as in algorithm.lr=1e-6.")
+    node = tree
+    for part in parts[:-1]:
+        if node.get(part) is None:
+            node[part] = {}
+        node = node[part]
+        if not isinstance(node, dict):
+            raise UserError(f"The override '{override}' goes below '{part}', which holds a plain value.")
+    try:
+        node[parts[-1]] = yaml.safe_load(text)
+    except yaml.YAMLError:
+        raise UserError(f"The value of the override '{override}' is not valid YAML: quote it.") from None
+
+
+def _describe_fault(fault: Any) -> str:
+    location = [str(part) for part in fault["loc"]]
+    where = ".".join(location) or "experiment"
+    if fault["type"] == "extra_forbidden":
+        known = _keys_at(location[:-1])
+        near = difflib.get_close_matches(location[-1], known, n=1, cutoff=0.5)
+        hint = f"did you mean '{near[0]}'?" if near else f"known keys: {', '.join(known)}"
+        return f"unknown key '{where}' ({hint})"
+    if fault["type"] == "value_error":
+        return str(fault["ctx"]["error"])
+    message = fault["msg"][0].lower() + fault["msg"][1:]
+    return f"'{where}' is {fault['input']!r}: {message}"
+
+
+def _keys_at(location: list[str]) -> list[str]:
+    model: Any = Experiment
+    for part in location:
+        model = model.model_fields[part].annotation
+    return list(model.model_fields)
