@@ -57,6 +57,4 @@ def choose_groups(
 
 def leaves_feasible(sorted_deadlines: Sequence[int], step: int, prompts_per_step: int) -> bool:
     """Whether the groups left after `step` can all be consumed in time by the steps after it."""
-    return all(
-        rank <= (deadline - step) * prompts_per_step for rank, deadline in enumerate(sorted_deadlines, start=1)
-    )
+    return all(rank <= (deadline - step) * prompts_per_step for rank, deadline in enumerate(sorted_deadlines, start=1))
