@@ -1,0 +1,211 @@
+"""Processes that are ended whole: each is started in a session of its own, ended with all that it started, and
+verified gone. Nothing is ever found by its name."""
+
+import contextlib
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+
+from planners.errors import UserError
+
+KILL_DEADLINE_S = 10.0
+"""Longest time a process may take to vanish after SIGKILL; beyond it hangs in the kernel."""
+CPU_CORES = "HEXFLOW_CPU_CORES"
+
+
+def die_with_parent() -> None:
+    """End this process's group with SIGKILL as soon as the parent process ends, however it ends.
+
+    Exits at once if the parent is gone already. A thread watches the parent's pidfd: PR_SET_PDEATHSIG would fire when
+    the parent's *thread* ends, and flows start processes from short-lived threads; it would also spare grandchildren.
+    Does nothing off Linux.
+    """
+    if sys.platform != "linux":
+        return
+    parent = os.getppid()
+    try:
+        descriptor = os.pidfd_open(parent)
+    except ProcessLookupError:
+        _end_own_group()
+        return
+    if parent == 1 or os.getppid() != parent:
+        _end_own_group()
+    threading.Thread(target=_watch_parent, args=(descriptor,), name="die-with-parent", daemon=True).start()
+
+
+def _watch_parent(descriptor: int) -> None:
+    poller = select.poll()
+    poller.register(descriptor, select.POLLIN)
+    poller.poll()
+    _end_own_group()
+
+
+def _end_own_group() -> None:
+    """Kill the whole group when this process leads it, else only this process: the others are not ours to end."""
+    if os.getpgrp() == os.getpid():
+        os.killpg(0, signal.SIGKILL)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def device_environment(kind: str, devices: Sequence[int]) -> dict[str, str]:
+    """Variables that bind a process to `devices`: CUDA ordinals (`kind` "cuda") or core numbers ("cpu")."""
+    listed = ",".join(str(device) for device in devices)
+    if kind == "cuda":
+        return {"CUDA_VISIBLE_DEVICES": listed}
+    return {CPU_CORES: listed, "OMP_NUM_THREADS": str(len(devices))}
+
+
+def apply_device_environment() -> None:
+    """Pin this process to the cores of `HEXFLOW_CPU_CORES`; every entry point calls it before it starts threads.
+
+    Raises:
+        UserError: a core does not exist or is not allowed here.
+    """
+    listed = os.environ.get(CPU_CORES)
+    if not listed:
+        return
+    try:
+        os.sched_setaffinity(0, {int(core) for core in listed.split(",")})
+    except (ValueError, OSError):
+        raise UserError(
+            f"{CPU_CORES}={listed} cannot be applied: this process may run on cores {sorted(os.sched_getaffinity(0))}."
+        ) from None
+
+
+class ProcessGroup:
+    """A child process in its own session, with its output in a log file."""
+
+    def __init__(self, process: subprocess.Popen[bytes], log: Path) -> None:
+        self._process = process
+        self.log = log
+
+    @classmethod
+    def start(cls, argv: list[str], env: dict[str, str], log: Path) -> "ProcessGroup":
+        """Start `argv` in a new session; `env` is laid over this process's environment, output is appended to `log`."""
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("ab") as output:
+            process = subprocess.Popen(
+                argv,
+                env={**os.environ, **env},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        return cls(process, log)
+
+    @property
+    def pid(self) -> int:
+        """Process, process group and session id."""
+        return self._process.pid
+
+    def poll(self) -> int | None:
+        """The leader's exit status (negative: the signal that ended it), None while it runs."""
+        return self._process.poll()
+
+    def stop(self, grace_s: float = 10.0) -> None:
+        """End the leader, its session and its descendants: SIGTERM, after `grace_s` SIGKILL, then verify. Repeatable.
+
+        Raises:
+            RuntimeError: something survived SIGKILL.
+        """
+        try:
+            end_sessions([self.pid], grace_s)
+        finally:
+            self._process.poll()
+
+    def tail(self, lines: int = 20) -> str:
+        """The last lines of the log."""
+        return tail(self.log, lines)
+
+
+def tail(log: Path, lines: int = 20) -> str:
+    """The last lines of a log file, empty where there is none; reads at most 64 KiB of it."""
+    if not log.exists():
+        return ""
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - 65536))
+        return "\n".join(file.read().decode(errors="replace").splitlines()[-lines:])
+
+
+def group_alive(pgid: int) -> bool:
+    """Whether any process of this group or session is alive (a zombie is not)."""
+    return bool(_members([pgid]))
+
+
+def end_sessions(leaders: Sequence[int], grace_s: float = 10.0) -> None:
+    """End the sessions led by these pids, and all descendants of their members, and verify that they are gone.
+
+    The caller makes sure that the pids are still the processes it means.
+
+    Raises:
+        RuntimeError: something survived SIGKILL.
+    """
+    known = _with_descendants(_members(leaders))
+    for process in known:
+        _send(process, signal.SIGTERM)
+    term_deadline = time.monotonic() + grace_s
+    # What a member starts while it shuts down joins its session, so the session is read anew each time.
+    while known and time.monotonic() < term_deadline:
+        time.sleep(0.05)
+        known = _alive(known | _members(leaders))
+    kill_processes(known | _members(leaders), leaders)
+
+
+def kill_processes(processes: set[psutil.Process], leaders: Sequence[int] = ()) -> None:
+    """SIGKILL these processes, their descendants and what is left of the sessions `leaders`, and verify.
+
+    Raises:
+        RuntimeError: something survived.
+    """
+    deadline = time.monotonic() + KILL_DEADLINE_S
+    remaining = _with_descendants(processes)
+    while remaining:
+        if time.monotonic() > deadline:
+            listed = ", ".join(str(process.pid) for process in remaining)
+            raise RuntimeError(f"Processes {listed} are still there {KILL_DEADLINE_S:.0f} s after SIGKILL.")
+        for process in remaining:
+            _send(process, signal.SIGKILL)
+        time.sleep(0.02)
+        remaining = _alive(_with_descendants(remaining) | _members(leaders))
+
+
+def _members(leaders: Sequence[int]) -> set[psutil.Process]:
+    wanted = set(leaders)
+    found = set()
+    for pid in psutil.pids():
+        with contextlib.suppress(ProcessLookupError, PermissionError, psutil.NoSuchProcess):
+            if wanted & {os.getsid(pid), os.getpgid(pid)}:
+                found.add(psutil.Process(pid))
+    return _alive(found)
+
+
+def _with_descendants(processes: set[psutil.Process]) -> set[psutil.Process]:
+    found = set(processes)
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found.update(process.children(recursive=True))
+    return found
+
+
+def _alive(processes: set[psutil.Process]) -> set[psutil.Process]:
+    alive = set()
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            # is_running compares start times, so a recycled pid does not count.
+            if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+                alive.add(process)
+    return alive
+
+
+def _send(process: psutil.Process, number: signal.Signals) -> None:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        process.send_signal(number)
