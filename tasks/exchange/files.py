@@ -1,0 +1,133 @@
+"""Files on shared storage: a reader sees a whole file or none, whatever is killed and whenever.
+
+Everything is written under a temporary name in the same directory, synced, and renamed. Storage must be a POSIX
+directory with close-to-open consistency, so that a reader who opens the final name sees the synced content.
+"""
+
+import errno
+import json
+import os
+import shutil
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from planners.errors import UserError
+
+_RETRY_S = 0.05
+_DISK_REFUSES = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM}
+
+
+def write_atomic(path: Path, data: bytes) -> None:
+    """Write `data` so that `path` holds either the old or the whole new content, also after a power cut.
+
+    Raises:
+        UserError: the disk is full, read-only, or not ours to write.
+    """
+    with _disk_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = temporary_sibling(path)
+        try:
+            with temporary.open("wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.rename(path)
+        finally:
+            temporary.unlink(missing_ok=True)
+        _sync(path.parent)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write `value` as indented JSON, atomically. Not-finite numbers are refused with ValueError: they are not JSON."""
+    write_atomic(path, (json.dumps(value, indent=2, allow_nan=False) + "\n").encode())
+
+
+def publish_directory(final: Path, fill: Callable[[Path], None]) -> None:
+    """Let `fill` write files into a temporary directory, sync it, and give it the name `final`.
+
+    Raises:
+        FileExistsError: `final` is there already; what is published never changes.
+        UserError: the disk is full, read-only, or not ours to write.
+    """
+    if final.exists():
+        raise FileExistsError(f"{final} is published already and is never overwritten")
+    with _disk_errors(final):
+        final.parent.mkdir(parents=True, exist_ok=True)
+        temporary = temporary_sibling(final)
+        temporary.mkdir()
+        try:
+            fill(temporary)
+            _sync_tree(temporary)
+            temporary.rename(final)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+        _sync(final.parent)
+
+
+def remove_directory(path: Path) -> None:
+    """Delete a published directory: it leaves its name at once, so that no reader finds half of it."""
+    temporary = temporary_sibling(path)
+    path.rename(temporary)
+    shutil.rmtree(temporary)
+
+
+def read_when_there(path: Path, deadline_s: float) -> bytes:
+    """Read a file that another machine has announced but that storage may not show here yet.
+
+    Raises:
+        TimeoutError: it did not appear within `deadline_s` seconds.
+    """
+    give_up = time.monotonic() + deadline_s
+    while True:
+        try:
+            return path.read_bytes()
+        except OSError as error:
+            if error.errno not in (errno.ENOENT, errno.ESTALE):
+                raise
+        if time.monotonic() >= give_up:
+            raise TimeoutError(
+                f"{path} was recorded as written but did not appear within {deadline_s:g} s: "
+                "is the run's directory on storage that all machines share?"
+            )
+        time.sleep(_RETRY_S)
+
+
+def temporary_sibling(path: Path) -> Path:
+    """A fresh hidden name beside `path`; what a killed process leaves behind is recognised by `is_temporary`."""
+    return path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
+
+
+def is_temporary(path: Path) -> bool:
+    """Whether `path` is the unfinished work of a writer, alive or dead."""
+    return path.name.startswith(".") and path.name.endswith(".tmp")
+
+
+def _sync_tree(root: Path) -> None:
+    for directory, _, names in os.walk(root):
+        for name in names:
+            _sync(Path(directory, name))
+        _sync(Path(directory))
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def _disk_errors(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _DISK_REFUSES:
+            raise
+        raise UserError(
+            f"{path} cannot be written: {os.strerror(error.errno)}. Free some space, or choose a writable directory."
+        ) from error
