@@ -1,0 +1,106 @@
+"""Weight versions on shared storage: immutable numbered directories with a checksummed manifest.
+
+A version directory is in Hugging Face layout, safetensors only. The manifest is written last and the directory gets its
+name after everything in it is on the disk, so a version that can be seen is whole. A (lineage, number) is never used
+twice. The ledger says which versions exist; a directory that it does not know is left over from a killed publisher.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Collection
+from pathlib import Path
+
+from tasks.exchange.files import is_temporary, publish_directory, remove_directory, write_json
+from tasks.exchange.layout import RunDirectory, version_of
+
+MANIFEST = "manifest.json"
+PICKLE_SUFFIXES = frozenset({".bin", ".pt", ".pth", ".pkl"})
+
+
+class WeightsCorrupt(Exception):
+    """A version's files are not what its publisher wrote; the message names the file."""
+
+
+def publish_weights(run: RunDirectory, lineage: int, number: int, fill: Callable[[Path], None]) -> Path:
+    """Publish policy version (lineage, number); record it in the ledger afterwards.
+
+    Args:
+        run: the run's directory.
+        lineage: the lineage that the trainer works in.
+        number: training steps behind these weights.
+        fill: writes the files in Hugging Face layout, flat, into the directory it is given.
+
+    Returns:
+        The version's directory.
+
+    Raises:
+        FileExistsError: the version is published already.
+        WeightsCorrupt: `fill` wrote a pickle, or left out the weights or config.json.
+        UserError: the disk is full, read-only, or not ours to write.
+    """
+
+    def fill_and_describe(directory: Path) -> None:
+        fill(directory)
+        _refuse_pickles(directory)
+        for pattern in ("config.json", "*.safetensors"):
+            if not any(directory.glob(pattern)):
+                raise WeightsCorrupt(f"{directory} lacks {pattern}, so it cannot be published as weights")
+        files = {path.name: _describe(path) for path in sorted(directory.iterdir())}
+        write_json(directory / MANIFEST, {"lineage": lineage, "number": number, "files": files})
+
+    final = run.weights_path(lineage, number)
+    publish_directory(final, fill_and_describe)
+    return final
+
+
+def verify_weights(path: Path) -> None:
+    """Check every file of a published version against its manifest.
+
+    Raises:
+        WeightsCorrupt: a file is missing, added, altered or a pickle, or the manifest itself is missing or broken.
+    """
+    _refuse_pickles(path)
+    manifest = path / MANIFEST
+    try:
+        expected = json.loads(manifest.read_bytes())["files"]
+    except FileNotFoundError:
+        raise WeightsCorrupt(f"{manifest} is missing, so the version was never published or has been deleted") from None
+    except (ValueError, KeyError):
+        raise WeightsCorrupt(f"{manifest} is not a manifest of weights") from None
+    found = {file.name for file in path.iterdir()} - {MANIFEST}
+    for name in sorted(found.symmetric_difference(expected)):
+        raise WeightsCorrupt(f"{path / name} is {'not in the manifest' if name in found else 'missing'}")
+    for name, description in expected.items():
+        if _describe(path / name) != description:
+            raise WeightsCorrupt(f"{path / name} differs in size or checksum from the manifest")
+
+
+def delete_unused(run: RunDirectory, keep: Collection[tuple[int, int]]) -> list[Path]:
+    """Delete the directories of all versions except `keep`, and what killed publishers left behind.
+
+    Only the trainer calls this, between publications, with the set that `Ledger.retire_versions` returned: from then on
+    no replica can claim a version outside it.
+
+    Returns:
+        The directories of the versions deleted.
+    """
+    deleted = []
+    for path in sorted(run.weights.iterdir()):
+        version = version_of(path)
+        if (version is not None and version not in keep) or is_temporary(path):
+            remove_directory(path)
+            if version is not None:
+                deleted.append(path)
+    return deleted
+
+
+def _refuse_pickles(directory: Path) -> None:
+    for path in sorted(directory.iterdir()):
+        if path.suffix in PICKLE_SUFFIXES:
+            raise WeightsCorrupt(f"{path} may hold a pickle, which can run code when loaded: use safetensors only")
+
+
+def _describe(path: Path) -> dict[str, int | str]:
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    return {"bytes": path.stat().st_size, "sha256": digest}
