@@ -1,0 +1,112 @@
+"""The few calls that the command line makes to the Prefect server, over plain HTTP.
+
+Importing Prefect costs a command 3-5 s; these endpoints are its public REST API.
+"""
+
+import base64
+import json
+import os
+import urllib.error
+import urllib.request
+from typing import Any, cast
+
+from planners.errors import UserError
+
+Json = dict[str, Any]
+
+# The stack is on loopback, where a proxy named in the environment has no business.
+_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+
+class Unreachable(Exception):
+    """The server gave no answer, or said that it is not able to give one now."""
+
+
+def answers(url: str, deadline_s: float = 2.0) -> bool:
+    """Whether an HTTP server answers `url` with success."""
+    try:
+        with _DIRECT.open(url, timeout=deadline_s):
+            return True
+    except (OSError, ValueError):
+        return False
+
+
+class PrefectApi:
+    """A Prefect server's REST API at `url` (ends in /api). Credentials come from PREFECT_API_KEY or _AUTH_STRING."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url.rstrip("/")
+
+    def call(self, method: str, path: str, body: Json | None = None, deadline_s: float = 30.0) -> Any:
+        """One request; returns the decoded answer, None for an empty one.
+
+        Raises:
+            Unreachable: no connection, a time-out or a server error; asking again may help.
+            UserError: the server refused; the message holds its reason.
+        """
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(f"{self.url}{path}", data, _headers(), method=method)
+        try:
+            with _DIRECT.open(request, timeout=deadline_s) as answer:
+                content = answer.read()
+        except urllib.error.HTTPError as error:
+            reason = error.read().decode(errors="replace")[:500]
+            if error.code >= 500:
+                raise Unreachable(f"The Prefect server failed with {error.code}: {reason}") from None
+            raise UserError(f"The Prefect server refused {method} {path} ({error.code}): {reason}") from None
+        except OSError as error:
+            raise Unreachable(f"No answer from the Prefect server at {self.url}: {error}") from None
+        return json.loads(content) if content else None
+
+    def healthy(self) -> bool:
+        """Whether the server serves requests."""
+        return answers(f"{self.url}/health")
+
+    def version(self) -> str:
+        """The server's version of Prefect."""
+        return cast(str, self.call("GET", "/admin/version"))
+
+    def create_flow_run(self, deployment: str, parameters: Json) -> str:
+        """Ask for a run of a deployment, given as flow/name; returns the flow run's id."""
+        found = self.call("GET", f"/deployments/name/{deployment}")
+        created = self.call("POST", f"/deployments/{found['id']}/create_flow_run", {"parameters": parameters})
+        return cast(str, created["id"])
+
+    def flow_run(self, flow_run_id: str) -> Json:
+        """A flow run with `name` and `state` (`type`, `name`, `message`)."""
+        return cast(Json, self.call("GET", f"/flow_runs/{flow_run_id}"))
+
+    def set_state(self, flow_run_id: str, state_type: str, message: str, force: bool = False) -> None:
+        """Propose a state such as CANCELLING; `force` skips the server's rules."""
+        state = {"type": state_type, "name": state_type.capitalize(), "message": message}
+        self.call("POST", f"/flow_runs/{flow_run_id}/set_state", {"state": state, "force": force})
+
+    def flow_runs(self, state_types: list[str]) -> list[Json]:
+        """At most 200 flow runs in these states."""
+        body = {"flow_runs": {"state": {"type": {"any_": state_types}}}, "limit": 200}
+        return cast(list[Json], self.call("POST", "/flow_runs/filter", body))
+
+    def workers(self, pool: str) -> list[Json]:
+        """Workers that ever polled a pool, with `name` and `status` (ONLINE or OFFLINE)."""
+        return cast(list[Json], self.call("POST", f"/work_pools/{pool}/workers/filter", {}))
+
+    def is_online(self, pool: str, worker: str) -> bool:
+        """Whether a worker of this name polls the pool."""
+        return any(found["name"] == worker and found["status"] == "ONLINE" for found in self.workers(pool))
+
+    def markdown_artifacts(self, flow_run_id: str) -> list[str]:
+        """The markdown artifacts that a flow run made, oldest first."""
+        body = {
+            "artifacts": {"flow_run_id": {"any_": [flow_run_id]}, "type": {"any_": ["markdown"]}},
+            "sort": "CREATED_DESC",
+        }
+        return [str(artifact["data"]) for artifact in reversed(self.call("POST", "/artifacts/filter", body))]
+
+
+def _headers() -> dict[str, str]:
+    headers = {"Content-Type": "application/json"}
+    if key := os.environ.get("PREFECT_API_KEY"):
+        headers["Authorization"] = f"Bearer {key}"
+    elif pair := os.environ.get("PREFECT_API_AUTH_STRING"):
+        headers["Authorization"] = f"Basic {base64.b64encode(pair.encode()).decode()}"
+    return headers

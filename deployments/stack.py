@@ -1,0 +1,312 @@
+"""The local stack: Prefect server, MLflow server, and one worker per pool, all on loopback.
+
+`up` starts what is missing and may be repeated, `down` ends everything and verifies that nothing is left. Servers named
+by PREFECT_API_URL and MLFLOW_TRACKING_URI are used instead of own ones.
+"""
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import partial
+
+from filelock import FileLock, Timeout
+
+from deployments import servers, setup
+from deployments.api import PrefectApi, Unreachable, answers
+from deployments.servers import HOST, Member, StackState
+from deployments.versions import local_versions
+from deployments.worker import worker_name
+from planners.cluster import Machine
+from planners.errors import UserError
+from tasks.discovery import discover_machine
+from tasks.processes import end_sessions, kill_processes, tail
+from tasks.settings import Settings
+
+LOCK_DEADLINE_S = 300.0
+SERVER_DEADLINE_S = 240.0
+SETUP_DEADLINE_S = 300.0
+WORKER_DEADLINE_S = 180.0
+WORKER_GRACE_S = 60.0
+"""Flow runs end within it on SIGTERM: `rl` ends its actors and closes the run's books first."""
+SERVER_GRACE_S = 15.0
+PREFECT, MLFLOW, SETUP, WORKER = "prefect", "mlflow", "setup", "worker-"
+PORTS = {PREFECT: 4200, MLFLOW: 5000}
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Stack:
+    """A running stack: the URLs that a person and the commands need."""
+
+    prefect_url: str
+    """Of the API; ends in /api."""
+    mlflow_url: str
+
+    @property
+    def prefect_page(self) -> str:
+        """The Prefect UI."""
+        return self.prefect_url.removesuffix("/api")
+
+
+def up(settings: Settings, say: Say = print) -> Stack:
+    """Start whatever of the stack is missing, and wait until it serves.
+
+    Raises:
+        UserError: a part does not start, a named server does not answer, or the stack runs for other devices, places or
+            versions. What was started is left running; `down` ends it.
+    """
+    machine = discover_machine()
+    device_types = list(machine.count_by_type())
+    with _locked(settings):
+        began = datetime.now(UTC)
+        state = _wanted_state(settings, machine)
+        is_served = any(name.startswith(WORKER) for name in state.members)
+        own = [name for name in (PREFECT, MLFLOW) if not _named_server(name, state)]
+        for name in own:
+            _start_server(settings, state, name, say)
+        fingerprint = setup.fingerprint(machine.name, device_types)
+        has_news = state.deployed != fingerprint
+        if has_news:
+            _start(settings, state, SETUP, servers.setup_argv(is_ours=PREFECT in own))
+        for pool in setup.pools(device_types):
+            if _worker(pool) not in state.members:
+                _start(settings, state, _worker(pool), servers.worker_argv(pool, setup.queue_of(pool, machine.name)))
+        _wait_for_servers(state, own, say)
+        if has_news:
+            _wait_for_setup(state, say)
+            state.deployed = fingerprint
+            servers.save_state(settings, state)
+        _wait_for_workers(state, machine, say)
+        if not is_served:
+            _settle_flow_runs(settings, state, "CRASHED", "Its process was gone when the stack started.", began)
+    return Stack(state.prefect_url, state.mlflow_url)
+
+
+def down(settings: Settings, say: Say = print) -> bool:
+    """End the stack and all that its workers started, and verify that nothing of it is left; False: nothing ran.
+
+    Flow runs get SIGTERM and WORKER_GRACE_S to end their actors; what is left then is killed. Servers go last, so that
+    flow runs can report how they ended.
+
+    Raises:
+        RuntimeError: a process survived SIGKILL.
+    """
+    if not settings.home.exists():
+        return False
+    with _locked(settings):
+        state = servers.load_state(settings)
+        members = state.alive() if state else {}
+        hosts = {name: member for name, member in members.items() if name in (PREFECT, MLFLOW)}
+        others = [member.pid for name, member in members.items() if name not in hosts]
+        ran = bool(members)
+        if others:
+            say("Ending workers and what they run.")
+            end_sessions(others, WORKER_GRACE_S)
+        host_pids = [member.pid for member in hosts.values()]
+        left = {process for process, _ in servers.marked_processes(settings) if _session(process.pid) not in host_pids}
+        ran = ran or bool(left)
+        kill_processes(left)
+        if state and PREFECT in hosts:
+            _settle_flow_runs(settings, state, "CANCELLED", "Ended by `hexflow down`.", datetime.now(UTC))
+        if host_pids:
+            say("Ending the servers.")
+            end_sessions(host_pids, SERVER_GRACE_S)
+        kill_processes({process for process, _ in servers.marked_processes(settings)})
+        if state:
+            servers.save_state(settings, state.model_copy(update={"members": {}}))
+    return ran
+
+
+def find(settings: Settings) -> StackState | None:
+    """The stack as last started, with the members that are alive now; None where there never was one."""
+    state = servers.load_state(settings)
+    return state and state.model_copy(update={"members": state.alive()})
+
+
+@contextmanager
+def _locked(settings: Settings) -> Iterator[None]:
+    """One `up` or `down` at a time per home."""
+    try:
+        settings.home.mkdir(parents=True, exist_ok=True)
+        settings.logs.mkdir(exist_ok=True)
+    except OSError as error:
+        raise UserError(
+            f"The state directory {settings.home} cannot be made ({error.strerror}): set HEXFLOW_HOME to a directory "
+            "that can be written."
+        ) from None
+    try:
+        with FileLock(settings.home / "stack.lock", timeout=LOCK_DEADLINE_S):
+            yield
+    except Timeout:
+        raise UserError(
+            f"Another `hexflow up` or `down` has held {settings.home / 'stack.lock'} for {LOCK_DEADLINE_S:.0f} s: wait "
+            "for it, or end it."
+        ) from None
+
+
+def _worker(pool: str) -> str:
+    return f"{WORKER}{pool}"
+
+
+def _session(pid: int) -> int:
+    try:
+        return os.getsid(pid)
+    except ProcessLookupError:
+        return 0
+
+
+def _named_server(name: str, state: StackState | None) -> str | None:
+    """URL of a server named in the environment that is not this stack's own (whose URL a person may have exported)."""
+    url = os.environ.get("PREFECT_API_URL" if name == PREFECT else "MLFLOW_TRACKING_URI")
+    if not url or (state is not None and state.own_urls.get(name) == url):
+        return None
+    return url.rstrip("/")
+
+
+def _wanted_state(settings: Settings, machine: Machine) -> StackState:
+    """The remembered state without its dead members, made for the present identity.
+
+    Raises:
+        UserError: workers run for another identity.
+    """
+    known = servers.load_state(settings)
+    named = {name: _named_server(name, known) for name in (PREFECT, MLFLOW)}
+    identity = {
+        **local_versions(),
+        "machine": machine.name,
+        "devices": ", ".join(f"{device.index} {device.device_type}" for device in machine.devices),
+        "runs": str(settings.runs),
+        "ledger": settings.ledger_url,
+        "Prefect server": named[PREFECT] or "own",
+        "MLflow server": named[MLFLOW] or "own",
+    }
+    alive = known.alive() if known else {}
+    if known and alive and (changed := [key for key in identity if identity[key] != known.identity.get(key)]):
+        key = changed[0]
+        raise UserError(
+            f"A stack with another {key} runs ({known.identity.get(key)}, now {identity[key]}): run `hexflow down` "
+            "first, or go back to its settings."
+        )
+    own_urls = known.own_urls if known else {}
+    return StackState(
+        prefect_url=named[PREFECT] or own_urls.get(PREFECT, ""),
+        mlflow_url=named[MLFLOW] or own_urls.get(MLFLOW, ""),
+        own_urls=own_urls,
+        identity=identity,
+        deployed=known.deployed if known and not named[PREFECT] else "",
+        members=alive,
+    )
+
+
+def _start_server(settings: Settings, state: StackState, name: str, say: Say) -> None:
+    """Start a server that does not run, on the port it had before if that is free: workers and browsers know it."""
+    if name in state.members:
+        return
+    known = state.own_urls.get(name)
+    port = servers.choose_port(int(known.split(":")[2].split("/")[0]) if known else PORTS[name])
+    url = f"http://{HOST}:{port}/api" if name == PREFECT else f"http://{HOST}:{port}"
+    workers = [member.pid for other, member in state.members.items() if other.startswith(WORKER)]
+    if known != url and workers:
+        say(f"The port of the {name} server was taken meanwhile; starting the workers again for its new one.")
+        end_sessions(workers, WORKER_GRACE_S)
+        state.members = state.alive()
+    state.own_urls = {**state.own_urls, name: url}
+    if name == PREFECT:
+        state.prefect_url = url
+        _start(settings, state, name, servers.prefect_server_argv(port))
+    else:
+        state.mlflow_url = url
+        _start(settings, state, name, servers.mlflow_server_argv(settings, port))
+
+
+def _start(settings: Settings, state: StackState, name: str, argv: list[str]) -> None:
+    """Start a member and remember it at once, so that a crash of `up` loses none."""
+    env = servers.environment(settings, state.prefect_url, state.mlflow_url)
+    member = servers.start_member(settings, name, argv, env)
+    state.members = {**state.members, name: member}
+    servers.save_state(settings, state)
+
+
+def _wait(what: str, done: Callable[[], bool], member: Member | None, deadline_s: float, say: Say) -> None:
+    """Wait until `done`; says so when it takes a while.
+
+    Raises:
+        UserError: the member ended first, or the deadline passed.
+    """
+    started = time.monotonic()
+    has_said = False
+    where = f" Its log is {member.log}." if member else ""
+    while not done():
+        waited_s = time.monotonic() - started
+        if member and not member.alive() and not done():
+            last = tail(member.log, 3).strip() or "it wrote nothing"
+            raise UserError(f"The {what} ended while it was awaited: {last}{'' if last.endswith('.') else '.'}{where}")
+        if waited_s > deadline_s:
+            raise UserError(f"The {what} did not answer within {deadline_s:.0f} s.{where}")
+        if waited_s > 1.0 and not has_said:
+            say(f"Waiting for the {what}.{where}")
+            has_said = True
+        time.sleep(0.2)
+
+
+def _wait_for_servers(state: StackState, own: list[str], say: Say) -> None:
+    checks = {PREFECT: f"{state.prefect_url}/health", MLFLOW: f"{state.mlflow_url}/health"}
+    for name, url in checks.items():
+        if name in own:
+            _wait(f"{name} server", partial(answers, url), state.members[name], SERVER_DEADLINE_S, say)
+        elif url.startswith("http") and not answers(url, deadline_s=10.0):
+            variable = "PREFECT_API_URL" if name == PREFECT else "MLFLOW_TRACKING_URI"
+            raise UserError(f"{variable} is set, but {url} does not answer: start that server, or unset {variable}.")
+
+
+def _wait_for_setup(state: StackState, say: Say) -> None:
+    member = state.members[SETUP]
+    _wait("set-up of pools and deployments", lambda: not member.alive(), None, SETUP_DEADLINE_S, say)
+    if not tail(member.log, 1).startswith(setup.DONE):
+        raise UserError(f"Set-up of pools and deployments failed: {tail(member.log, 1)} (log: {member.log})")
+
+
+def _wait_for_workers(state: StackState, machine: Machine, say: Say) -> None:
+    api = PrefectApi(state.prefect_url)
+    for pool in setup.pools(list(machine.count_by_type())):
+        is_online = partial(api.is_online, pool, worker_name(pool, setup.queue_of(pool, machine.name)))
+        _wait(f"worker of pool {pool}", is_online, state.members[_worker(pool)], WORKER_DEADLINE_S, say)
+
+
+def _settle_flow_runs(settings: Settings, state: StackState, state_type: str, message: str, before: datetime) -> None:
+    """Close flow runs of the own server whose process is gone: a killed worker leaves them Running for ever.
+
+    Those that changed state since `before` may be starting just now.
+    """
+    if PREFECT not in state.members:
+        return
+    api = PrefectApi(state.prefect_url)
+    waiting = ["SCHEDULED"] if state_type == "CANCELLED" else []
+    living = {variables.get("PREFECT__FLOW_RUN_ID") for _, variables in servers.marked_processes(settings)}
+    try:
+        open_runs = api.flow_runs(["RUNNING", "CANCELLING", "PENDING", *waiting])
+        gone = [
+            run["id"]
+            for run in open_runs
+            if run["id"] not in living and datetime.fromisoformat(run["state"]["timestamp"]) < before
+        ]
+        for flow_run_id in gone:
+            api.set_state(flow_run_id, state_type, message, force=True)
+    except Unreachable:
+        return
+    if gone:
+        _settle_ledger(settings, set(gone), "cancelled" if state_type == "CANCELLED" else "failed")
+
+
+def _settle_ledger(settings: Settings, flow_run_ids: set[str], run_state: str) -> None:
+    """Close the runs whose flow run was just closed."""
+    from tasks.exchange.ledger import Ledger
+
+    ledger = Ledger(settings.ledger_url)
+    for run in ledger.list_runs():
+        if run.state == "running" and run.flow_run_id in flow_run_ids:
+            ledger.set_run_state(run.run_id, run_state)
