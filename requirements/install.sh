@@ -31,7 +31,7 @@ find_python() {
 choose_stack() {
     case ${HEXFLOW_STACK:-} in
         cpu | cuda) echo "$HEXFLOW_STACK" ;;
-        "") if nvidia-smi -L 2>/dev/null | grep -q '^GPU '; then echo cuda; else echo cpu; fi ;;
+        "") if [[ $(nvidia-smi -L 2>/dev/null) == "GPU "* ]]; then echo cuda; else echo cpu; fi ;;
         *) fail "HEXFLOW_STACK is '$HEXFLOW_STACK': use cpu or cuda, or leave it out." ;;
     esac
 }

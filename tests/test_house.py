@@ -76,7 +76,9 @@ def test_imports_run_one_way() -> None:
 
 def test_planners_know_no_runtime() -> None:
     imports = {name_of(path): imported_modules(path.read_text()) for path in SOURCES if room_of(path) == "planners"}
-    assert {name: sorted(found) for name, found in imports.items() if {m.split(".")[0] for m in found} & set(HEAVY)} == {}
+    assert {
+        name: sorted(found) for name, found in imports.items() if {m.split(".")[0] for m in found} & set(HEAVY)
+    } == {}
 
 
 @pytest.mark.parametrize(
