@@ -45,12 +45,12 @@ def profile_of(
 
 
 @st.composite
-def problems(draw: st.DrawFn, staleness: st.SearchStrategy[int] = st.integers(0, 2)):
+def problems(draw: st.DrawFn, most_stale: int = 2):
     """A small machine with one or two device types, their profiles, and a workload."""
     names = draw(st.sampled_from([["a"], ["a", "b"]]))
     counts: Counts = {(name, draw(st.sampled_from(["cuda", "cpu"]))): draw(st.integers(1, 3)) for name in names}
     if sum(counts.values()) < 2:
-        counts = {key: 2 for key in counts}
+        counts = dict.fromkeys(counts, 2)
     points = st.dictionaries(st.sampled_from([1, 2, 4, 8]), rates, min_size=1)
     seconds = st.integers(0, 20).map(float)
     profiles = {name: profile_of(name, draw(points), draw(rates), draw(seconds), draw(seconds)) for name in names}
@@ -58,7 +58,7 @@ def problems(draw: st.DrawFn, staleness: st.SearchStrategy[int] = st.integers(0,
         prompts_per_step=draw(st.integers(1, 3)),
         group_size=draw(st.integers(2, 3)),
         max_new_tokens=draw(st.integers(1, 20)),
-        max_staleness=draw(staleness),
+        max_staleness=draw(st.integers(0, most_stale)),
     )
     return counts, profiles, workload
 
@@ -88,7 +88,7 @@ def best_step_s(counts: Counts, profiles: dict[str, DeviceProfile], workload: Wo
 
 
 @settings(max_examples=60, deadline=None)
-@given(problems(st.integers(0, 1)))
+@given(problems(most_stale=1))
 def test_the_plan_is_the_best_split(problem) -> None:
     counts, profiles, workload = problem
     plan = plan_split(machine_of(counts), profiles, workload)

@@ -1,6 +1,7 @@
 """Statistics of a run: the interval of a difference, and the algebra of busy times."""
 
 import math
+from itertools import pairwise
 from random import Random
 from statistics import fmean
 
@@ -23,7 +24,7 @@ def moments(spans: list[tuple[int, int]]) -> set[int]:
 def test_union_covers_the_same_moments_once(spans: list[tuple[int, int]]) -> None:
     merged = union(spans)
     assert moments(merged) == moments(spans)
-    assert all(before[1] < after[0] for before, after in zip(merged, merged[1:], strict=False))
+    assert all(before[1] < after[0] for before, after in pairwise(merged))
     assert length_s(spans) == len(moments(spans))
 
 
@@ -71,5 +72,5 @@ def test_the_interval_holds_the_true_difference_about_95_times_in_100() -> None:
 
 @pytest.mark.parametrize(("before", "after"), [([], []), ([1.0], [1.0]), ([1.0, 2.0], [1.0])])
 def test_too_few_or_unpaired_items_are_refused(before: list[float], after: list[float]) -> None:
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match=r"two items|shorter"):
         paired_difference(before, after)

@@ -1,0 +1,345 @@
+"""MLflow behind a tracker that neither stops nor slows training.
+
+Invariant: `log` and `log_artifact` only append to a bounded queue; one background thread speaks to MLflow, retries what
+failed with growing pauses, and nothing it meets reaches the caller. Only `Tracker.parent` (to learn the run's id) and
+`finish` (to flush) wait, each up to a deadline. While the server is away points gather; what does not fit is dropped
+and counted, and the run itself is created as soon as the server answers.
+"""
+
+import json
+import logging
+import math
+import os
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, Self
+
+Status = Literal["FINISHED", "FAILED", "KILLED"]
+
+QUEUE_POINTS = 20_000
+"""Points kept while MLflow is away: hours of a run's metrics, a few MB."""
+FLUSH_DEADLINE_S = 20.0
+"""Longest time `finish` spends on what is still in the queue."""
+OPEN_DEADLINE_S = 60.0
+"""Longest time `Tracker.parent` waits for the first attempt to create the run (importing MLflow takes seconds)."""
+
+_POINTS_PER_CALL = 1000  # MLflow's limit
+_PARAMS_PER_CALL = 100  # MLflow's limit
+_FIRST_RETRY_S, _LONGEST_RETRY_S = 0.5, 30.0
+_GATHER_S = 1.0
+"""Points of this time go in one call."""
+_HTTP_LIMITS = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "10", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0"}
+"""MLflow's own would hold one call for up to 8 minutes; the retries are ours."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Point:
+    name: str
+    value: float
+    step: int
+    timestamp_ms: int
+
+
+class _MlflowRun:
+    """One run of MLflow's. Every method may raise what `_is_refusal` judges."""
+
+    def __init__(self, client: Any, run_id: str) -> None:
+        self._client = client
+        self.run_id = run_id
+
+    def send_points(self, points: Sequence[_Point]) -> None:
+        from mlflow.entities import Metric
+
+        # Sending a point twice, after an answer that was lost, stores it once.
+        metrics = [Metric(p.name, p.value, p.timestamp_ms, p.step) for p in points]
+        self._client.log_batch(self.run_id, metrics=metrics)
+
+    def send_params(self, params: Mapping[str, str]) -> None:
+        from mlflow.entities import Param
+
+        items = [Param(name, value) for name, value in params.items()]
+        for start in range(0, len(items), _PARAMS_PER_CALL):
+            self._client.log_batch(self.run_id, params=items[start : start + _PARAMS_PER_CALL])
+
+    def send_artifact(self, path: Path) -> None:
+        self._client.log_artifact(self.run_id, str(path))
+
+    def end(self, status: Status) -> None:
+        self._client.set_terminated(self.run_id, status)
+
+
+_Job = Callable[[_MlflowRun], None]
+
+
+class Tracker:
+    """The metrics and artifacts of one MLflow run. Made by `parent` or `child`; ended by `finish` on every way out."""
+
+    def __init__(self, open_run: Callable[[], _MlflowRun] | None) -> None:
+        """`open_run` creates or reopens the run; None counts only."""
+        self._open_run = open_run
+        self._run: _MlflowRun | None = None
+        self._news = threading.Condition()
+        self._points: deque[_Point] = deque()
+        self._jobs: deque[_Job] = deque()
+        self._nonfinite: Counter[str] = Counter()
+        self._dropped = 0
+        self._status: Status = "FINISHED"
+        self._closing = threading.Event()
+        self._give_up = math.inf
+        self._tried = threading.Event()
+        self._thread = threading.Thread(target=self._work, name="tracking", daemon=True)
+        if open_run is not None:
+            self._thread.start()
+
+    @classmethod
+    def parent(
+        cls,
+        tracking_uri: str | None,
+        experiment: str,
+        run_name: str,
+        params: Mapping[str, Any],
+        tags: Mapping[str, str],
+        run_id: str | None = None,
+    ) -> Self:
+        """Track a whole run; waits until the run's id is known or the first attempt has failed.
+
+        Args:
+            tracking_uri: an MLflow server or `sqlite:///…`; None or "" tracks nothing and imports nothing.
+            experiment: name of the MLflow experiment, created if absent.
+            run_name: name of the MLflow run.
+            params: nested values, such as the resolved experiment; logged under dotted names.
+            tags: tags of the MLflow run.
+            run_id: an existing run to go on with, whose parameters stay as they are; None creates one.
+        """
+        if not tracking_uri:
+            return cls(None)
+        if run_id is not None:
+            tracker = cls(lambda: _reopen(tracking_uri, run_id))
+        else:
+            tracker = cls(lambda: _create(tracking_uri, experiment, run_name, tags))
+            tracker._add_job(lambda run: run.send_params(flatten(params)))
+        tracker._tried.wait(OPEN_DEADLINE_S)
+        return tracker
+
+    @classmethod
+    def child(cls, tracking_uri: str | None, parent_run_id: str | None, name: str, tags: Mapping[str, str]) -> Self:
+        """Track one attempt of an actor under its run; does not wait. Without a parent it counts only."""
+        if not tracking_uri or not parent_run_id:
+            return cls(None)
+        return cls(lambda: _create_child(tracking_uri, parent_run_id, name, tags))
+
+    @property
+    def run_id(self) -> str | None:
+        """MLflow's id of the run; None while it could not be created."""
+        return self._run.run_id if self._run else None
+
+    @property
+    def dropped(self) -> int:
+        """Points and artifacts that will never reach MLflow."""
+        return self._dropped
+
+    @property
+    def nonfinite(self) -> dict[str, int]:
+        """How often each metric was not a finite number."""
+        return dict(self._nonfinite)
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Record metrics at `step`. A value that is not finite counts up `nonfinite/<name>` instead."""
+        now_ms = time.time_ns() // 1_000_000
+        with self._news:
+            for name, value in metrics.items():
+                if not math.isfinite(value):
+                    self._nonfinite[name] += 1
+                    name, value = f"nonfinite/{name}", float(self._nonfinite[name])
+                if self._open_run is None:
+                    continue
+                if len(self._points) < QUEUE_POINTS:
+                    self._points.append(_Point(name, value, step, now_ms))
+                else:
+                    self._dropped += 1
+            self._news.notify()
+
+    def log_artifact(self, path: Path) -> None:
+        """Store a file with the run; it must stay as it is until it is sent."""
+        self._add_job(lambda run: run.send_artifact(path))
+
+    def finish(self, status: Status) -> None:
+        """Send what is left, for at most `FLUSH_DEADLINE_S`, and end the run with `status`. Safe to repeat."""
+        if self._open_run is None or self._closing.is_set():
+            return
+        self._status = status
+        self._give_up = time.monotonic() + FLUSH_DEADLINE_S
+        self._closing.set()
+        with self._news:
+            self._news.notify()
+        self._thread.join(FLUSH_DEADLINE_S)
+        lost = self._dropped + len(self._points) + len(self._jobs)
+        if lost:
+            logger.warning("%d points or artifacts did not reach MLflow", lost)
+
+    def _add_job(self, job: _Job) -> None:
+        if self._open_run is None:
+            return
+        with self._news:
+            self._jobs.append(job)
+            self._news.notify()
+
+    # The background thread
+
+    def _work(self) -> None:
+        self._attempt(self._open, "open the run")
+        run = self._run
+        while (item := self._next()) is not None:
+            job, size = item
+            if run is None or not self._attempt(partial(job, run), f"log {size} items"):
+                self._drop(size)
+        if run is not None:
+            if self._dropped:
+                lost = _Point("tracking/dropped", float(self._dropped), 0, time.time_ns() // 1_000_000)
+                self._attempt(lambda: run.send_points([lost]), "say what was dropped")
+            self._attempt(lambda: run.end(self._status), "end the run")
+
+    def _open(self) -> None:
+        assert self._open_run is not None
+        self._run = self._open_run()
+
+    def _next(self) -> tuple[_Job, int] | None:
+        """One artifact or the parameters, or one call's worth of points, with the number of items in it.
+
+        None once the tracker is closing and has nothing left.
+        """
+        with self._news:
+            self._news.wait_for(lambda: self._points or self._jobs or self._closing.is_set())
+            if self._jobs:
+                return self._jobs.popleft(), 1
+        self._closing.wait(_GATHER_S)
+        with self._news:
+            points = [self._points.popleft() for _ in range(min(_POINTS_PER_CALL, len(self._points)))]
+        return (lambda run: run.send_points(points), len(points)) if points else None
+
+    def _drop(self, size: int) -> None:
+        with self._news:
+            self._dropped += size
+
+    def _attempt(self, call: Callable[[], None], purpose: str) -> bool:
+        """Repeat `call` until it succeeds. False: MLflow refused it for good, or the flush deadline has passed."""
+        from mlflow.exceptions import MlflowException
+        from sqlalchemy.exc import SQLAlchemyError
+
+        pause_s = _FIRST_RETRY_S
+        while True:
+            try:
+                call()
+                return True
+            except (MlflowException, SQLAlchemyError, OSError) as error:
+                logger.warning("MLflow could not %s: %s", purpose, " ".join(str(error).split())[:300])
+                if _is_refusal(error):
+                    return False
+            finally:
+                self._tried.set()
+            self._closing.wait(pause_s)
+            left_s = self._give_up - time.monotonic()
+            if left_s <= 0:
+                return False
+            if self._closing.is_set():
+                time.sleep(min(_FIRST_RETRY_S, left_s))
+            pause_s = min(2 * pause_s, _LONGEST_RETRY_S)
+
+
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """Nested values under dotted names, as MLflow parameters: `{"algorithm": {"lr": 1e-6}}` → `algorithm.lr`."""
+    flat: dict[str, str] = {}
+    for key, value in tree.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping):
+            flat.update(flatten(value, f"{name}."))
+        else:
+            flat[name] = value if isinstance(value, str) else json.dumps(value)
+    return flat
+
+
+def end_attempts(tracking_uri: str | None, parent_run_id: str | None, status: Status, tags: Mapping[str, str]) -> int:
+    """End the child runs that dead attempts left RUNNING; returns how many. A failure is logged, never raised.
+
+    Args:
+        tracking_uri: as for `Tracker.parent`; without it, or without a parent, there is nothing to end.
+        parent_run_id: MLflow's id of the parent run.
+        status: what they become.
+        tags: only children with all of these, such as `{"hexflow.role": "replica", "hexflow.slot": "0"}`.
+    """
+    if not tracking_uri or not parent_run_id:
+        return 0
+    client = _client(tracking_uri)
+    from mlflow.exceptions import MlflowException
+    from sqlalchemy.exc import SQLAlchemyError
+
+    wanted = {"mlflow.parentRunId": parent_run_id, **tags}
+    conditions = [f"tags.`{name}` = '{value}'" for name, value in wanted.items()]
+    ended = 0
+    try:
+        experiment = client.get_run(parent_run_id).info.experiment_id
+        for run in client.search_runs([experiment], " and ".join([*conditions, "attributes.status = 'RUNNING'"])):
+            client.set_terminated(run.info.run_id, status)
+            ended += 1
+    except (MlflowException, SQLAlchemyError, OSError) as error:
+        logger.warning("MLflow could not end the runs of dead attempts: %s", " ".join(str(error).split())[:300])
+    return ended
+
+
+def _is_refusal(error: Exception) -> bool:
+    """Whether repeating the call is useless: MLflow understood it and said no."""
+    from mlflow.exceptions import MlflowException
+
+    if isinstance(error, MlflowException):
+        status = error.get_http_status_code()
+        return 400 <= status < 500 and status not in (408, 409, 429)
+    return isinstance(error, FileNotFoundError)
+
+
+def _client(tracking_uri: str) -> Any:
+    for name, value in _HTTP_LIMITS.items():
+        os.environ.setdefault(name, value)
+    from mlflow import MlflowClient
+
+    return MlflowClient(tracking_uri)
+
+
+def _create(tracking_uri: str, experiment: str, run_name: str, tags: Mapping[str, str]) -> _MlflowRun:
+    client = _client(tracking_uri)
+    run = client.create_run(_experiment_id(client, experiment), tags=dict(tags), run_name=run_name)
+    return _MlflowRun(client, run.info.run_id)
+
+
+def _create_child(tracking_uri: str, parent_run_id: str, name: str, tags: Mapping[str, str]) -> _MlflowRun:
+    client = _client(tracking_uri)
+    experiment_id = client.get_run(parent_run_id).info.experiment_id
+    run = client.create_run(experiment_id, tags={**tags, "mlflow.parentRunId": parent_run_id}, run_name=name)
+    return _MlflowRun(client, run.info.run_id)
+
+
+def _reopen(tracking_uri: str, run_id: str) -> _MlflowRun:
+    client = _client(tracking_uri)
+    client.update_run(run_id, status="RUNNING")
+    return _MlflowRun(client, run_id)
+
+
+def _experiment_id(client: Any, name: str) -> str:
+    from mlflow.exceptions import MlflowException
+
+    found = client.get_experiment_by_name(name)
+    if found is None:
+        try:
+            return client.create_experiment(name)
+        except MlflowException:
+            # Another run may have created it in between.
+            found = client.get_experiment_by_name(name)
+            if found is None:
+                raise
+    return found.experiment_id
