@@ -1,0 +1,183 @@
+"""The optimiser: one training step over packed micro-batches, through DeepSpeed.
+
+The gradient equals that of the token-mean loss over the whole minibatch, however it is cut into micro-batches and
+dealt to ranks.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import deepspeed
+import torch
+from torch import Tensor
+
+from tasks.experiment import AlgorithmSection
+from tasks.training.losses import PEAK_NAMES, SUM_NAMES, has_gradient, loss_metrics, policy_loss
+from tasks.training.packing import MicroBatch, TrainingGroup, deal, pack
+from tasks.training.policy import Policy
+from tasks.training.ranks import Ranks
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What one training step did.
+
+    Attributes:
+        metrics: by metric name; loss metrics are absent where no token was trained.
+        updates: optimiser updates applied.
+        skipped: updates left out because the loss or the gradient was not finite.
+    """
+
+    metrics: dict[str, float]
+    updates: int
+    skipped: int
+
+
+class Engine:
+    """A policy with its optimiser on this rank."""
+
+    def __init__(
+        self, policy: Policy, algorithm: AlgorithmSection, steps: int, ranks: Ranks, dtype: torch.dtype
+    ) -> None:
+        self._algorithm = algorithm
+        self._steps = steps
+        self._ranks = ranks
+        # Without ZeRO, float32 gradients lie in the parameters, where the norm is known before the update.
+        self._clips_here = algorithm.zero_stage == 0 and dtype == torch.float32
+        optimizer = torch.optim.AdamW(
+            policy.parameters(),
+            lr=algorithm.lr,
+            betas=(algorithm.adam_beta1, algorithm.adam_beta2),
+            weight_decay=algorithm.weight_decay,
+        )
+        self.deepspeed, self.optimizer, _, _ = deepspeed.initialize(
+            model=policy, optimizer=optimizer, config=self._config(dtype), dist_init_required=False
+        )
+
+    def _config(self, dtype: torch.dtype) -> dict[str, Any]:
+        return {
+            "train_micro_batch_size_per_gpu": 1,
+            "gradient_accumulation_steps": 1,  # boundaries are set by hand: steps differ in their micro-batches
+            "gradient_clipping": 0.0 if self._clips_here else self._algorithm.gradient_clip,
+            "zero_optimization": {"stage": self._algorithm.zero_stage},
+            "zero_allow_untested_optimizer": True,
+            "bf16": {"enabled": dtype == torch.bfloat16},
+            "steps_per_print": None,
+        }
+
+    def train_step(self, groups: Sequence[TrainingGroup], step: int) -> StepResult:
+        """Train on the groups of one step; every rank passes the same groups.
+
+        Groups whose advantages are all zero are left out: they have no gradient, so computing them would only cost
+        time, and counting their tokens would shrink the update by the share of hopeless and solved prompts.
+        """
+        live = [group for group in groups if has_gradient(group) and group.trained_tokens]
+        minibatches = [live[k :: self._algorithm.minibatches] for k in range(self._algorithm.minibatches)]
+        minibatches = [minibatch for minibatch in minibatches if minibatch]
+        hands = [self._hand(minibatch) for minibatch in minibatches]
+        # π_prox is the policy before the first update. With one update a step it is the policy of that very forward.
+        prox = [[self._logprobs(b) for b in hand] for hand in hands] if len(hands) > 1 else None
+        lr = self._algorithm.lr * lr_factor(self._algorithm, step, self._steps)
+        for param_group in self.optimizer.param_groups:
+            param_group["lr"] = lr
+        totals = StepTotals()
+        for k, hand in enumerate(hands):
+            tokens = sum(group.trained_tokens for group in minibatches[k])
+            self._update(hand, prox[k] if prox else [None] * len(hand), tokens, totals)
+        return totals.result(self._ranks, lr)
+
+    def logprobs(self, groups: Sequence[TrainingGroup]) -> list[Tensor]:
+        """Log-probabilities [N] of the targets of this rank's micro-batches, without gradient."""
+        return [self._logprobs(batch) for batch in self._hand(groups)]
+
+    def state_dict(self, dtype: torch.dtype) -> dict[str, Tensor]:
+        """The model's weights by Hugging Face name, on the CPU. Every rank must call it; rank 0's is complete.
+
+        A head that is tied to the embedding is the same parameter and appears once, under the embedding's name.
+        """
+        weights: dict[str, Tensor] = {}
+        sharded = self._algorithm.zero_stage == 3
+        for name, parameter in self.deepspeed.module.model.named_parameters():
+            with deepspeed.zero.GatheredParameters([parameter], enabled=sharded):
+                if self._ranks.leads:
+                    weights[name] = parameter.detach().to("cpu", dtype, copy=True).contiguous()
+        return weights
+
+    def _hand(self, groups: Sequence[TrainingGroup]) -> list[MicroBatch]:
+        packed = pack(groups, self._algorithm.tokens_per_micro_batch)
+        return [b.to(self._ranks.device) for b in deal(packed, self._ranks.size)[self._ranks.rank]]
+
+    @torch.no_grad()
+    def _logprobs(self, batch: MicroBatch) -> Tensor:
+        logprobs: Tensor = self.deepspeed(batch)[0]
+        return logprobs
+
+    def _update(
+        self, hand: Sequence[MicroBatch], prox: Sequence[Tensor | None], tokens: int, totals: "StepTotals"
+    ) -> None:
+        for number, (batch, prox_logprobs) in enumerate(zip(hand, prox, strict=True), start=1):
+            self.deepspeed.set_gradient_accumulation_boundary(number == len(hand))
+            logprobs, entropy = self.deepspeed(batch)
+            if prox_logprobs is None:
+                prox_logprobs = logprobs.detach()
+            sums = policy_loss(
+                logprobs, prox_logprobs, entropy, batch, self._algorithm.clip, self._algorithm.behaviour_weight_cap
+            )
+            # DeepSpeed averages gradients over ranks; the loss is a mean over the tokens of all ranks.
+            self.deepspeed.backward(sums.loss * (self._ranks.size / tokens))
+            totals.add(sums.sums, sums.peaks)
+        totals.count_update(self._apply())
+
+    def _apply(self) -> float:
+        """Clip, update, clear; returns the gradient norm. An update whose norm is not finite changes nothing."""
+        if self._clips_here:
+            parameters = list(self.deepspeed.module.parameters())
+            norm = float(torch.nn.utils.clip_grad_norm_(parameters, self._algorithm.gradient_clip))
+            if math.isfinite(norm):
+                self.deepspeed.step()
+            else:
+                self.deepspeed.zero_grad()
+            return norm
+        self.deepspeed.step()  # ZeRO leaves the update out itself when the norm is not finite
+        return float(self.deepspeed.get_global_grad_norm())
+
+
+class StepTotals:
+    """Adds up the loss sums of a step over micro-batches, and at the end over ranks."""
+
+    def __init__(self) -> None:
+        self._sums = torch.zeros(len(SUM_NAMES))
+        self._peaks = torch.zeros(len(PEAK_NAMES))
+        self._norms: list[float] = []
+
+    def add(self, sums: Tensor, peaks: Tensor) -> None:
+        """Add one micro-batch."""
+        self._sums += sums.cpu()
+        self._peaks = torch.maximum(self._peaks, peaks.cpu())
+
+    def count_update(self, norm: float) -> None:
+        """Note the gradient norm of one update, the same on every rank."""
+        self._norms.append(norm)
+
+    def result(self, ranks: Ranks, lr: float) -> StepResult:
+        """Totals over all ranks; every rank must call it."""
+        sums, peaks = ranks.sum(self._sums), ranks.maximum(self._peaks)
+        finite = [norm for norm in self._norms if math.isfinite(norm)]
+        metrics = {"lr": lr, "trained_tokens": float(sums[0]), **loss_metrics(sums.tolist(), peaks.tolist())}
+        if finite:
+            metrics["grad_norm"] = max(finite)
+        return StepResult(metrics, updates=len(finite), skipped=len(self._norms) - len(finite))
+
+
+def lr_factor(algorithm: AlgorithmSection, step: int, steps: int) -> float:
+    """Share of the learning rate used at `step` (0-based) of `steps`: linear warm-up, then the chosen decay to 0."""
+    if step < algorithm.warmup_steps:
+        return (step + 1) / algorithm.warmup_steps
+    progress = (step - algorithm.warmup_steps) / max(1, steps - algorithm.warmup_steps)
+    if algorithm.lr_schedule == "linear":
+        return 1 - progress
+    if algorithm.lr_schedule == "cosine":
+        return 0.5 * (1 + math.cos(math.pi * progress))
+    return 1.0

@@ -1,0 +1,146 @@
+"""A packed sequence gives every answer exactly the context it has alone."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from tasks.exchange.trajectories import Outcome, Segment, Trajectory
+from tasks.training import policy as policy_module
+from tasks.training.packing import TrainingGroup, deal, lay_out, pack
+from tasks.training.policy import Policy
+
+VOCABULARY = 61
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+
+token_ids = st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=7).map(tuple)
+
+
+@st.composite
+def trajectories(draw: st.DrawFn) -> Trajectory:
+    segments = []
+    for tokens in draw(st.lists(token_ids, min_size=1, max_size=3)):
+        logprobs = tuple(-0.1 * (k + 1) for k in range(len(tokens)))
+        segments.append(Segment(tokens, logprobs, draw(st.integers(0, 9)), "replica-0", draw(st.booleans())))
+    return Trajectory(tuple(segments), Outcome.SCORED, 1.0)
+
+
+@st.composite
+def training_groups(draw: st.DrawFn) -> TrainingGroup:
+    answers = tuple(draw(st.lists(trajectories(), min_size=1, max_size=4)))
+    return TrainingGroup(draw(token_ids), answers, tuple(0.5 + k for k in range(len(answers))))
+
+
+@given(st.lists(training_groups(), min_size=1, max_size=4))
+@settings(max_examples=60)
+def test_what_a_token_attends_to_is_its_prompt_and_its_own_answer(groups: list[TrainingGroup]) -> None:
+    batch = lay_out(groups)
+    attends = batch.attention_mask()[0, 0]
+    at = 0
+    for group in groups:
+        for answer, advantage in zip(group.answers, group.advantages, strict=True):
+            whole = group.prompt_ids + answer.token_ids
+            trainable = [s.trainable for s in answer.segments for _ in s.token_ids]
+            versions = [s.version for s in answer.segments for _ in s.token_ids]
+            behaviour = [p for s in answer.segments for p in s.logprobs]
+            for k, target in enumerate(answer.token_ids):
+                seen = attends[batch.predict_at[at]].nonzero()[:, 0]
+                context = whole[: len(group.prompt_ids) + k]
+                assert tuple(batch.input_ids[seen].tolist()) == context
+                assert batch.position_ids[seen].tolist() == list(range(len(context)))
+                assert batch.targets[at] == target
+                assert batch.mask[at] == trainable[k]
+                assert batch.versions[at] == versions[k]
+                assert batch.advantages[at] == advantage
+                assert batch.behaviour_logprobs[at] == pytest.approx(behaviour[k])
+                at += 1
+    assert at == len(batch.targets)
+    assert len(batch.input_ids) == sum(group.packed_tokens for group in groups)
+    assert batch.mask.sum() == sum(group.trained_tokens for group in groups)
+
+
+@given(st.lists(training_groups(), min_size=1, max_size=8), st.integers(1, 60), st.integers(1, 3))
+@settings(max_examples=60)
+def test_micro_batches_hold_every_group_once_within_the_budget(
+    groups: list[TrainingGroup], budget: int, ranks: int
+) -> None:
+    packed = pack(groups, budget)
+    for micro_batch in packed:
+        alone = int(micro_batch.group_ids.max()) == 0
+        assert alone or len(micro_batch.input_ids) <= budget
+    assert sum(len(m.input_ids) for m in packed) == sum(g.packed_tokens for g in groups)
+    hands = deal(packed, ranks)
+    assert len({len(hand) for hand in hands}) == 1
+    dealt = [m for hand in hands for m in hand if m.mask.any()]
+    assert sorted(len(m.targets) for m in dealt) == sorted(len(m.targets) for m in packed if m.mask.any())
+
+
+def models() -> list[PreTrainedModel]:
+    torch.manual_seed(0)
+    return [
+        Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=8, tie_word_embeddings=True)),
+        Qwen2ForCausalLM(Qwen2Config(**SIZES)),
+        LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=True)),
+        MistralForCausalLM(MistralConfig(**SIZES, sliding_window=None)),
+    ]
+
+
+def some_groups() -> list[TrainingGroup]:
+    generator = torch.Generator().manual_seed(1)
+
+    def tokens(count: int) -> tuple[int, ...]:
+        return tuple(torch.randint(0, VOCABULARY, (count,), generator=generator).tolist())
+
+    groups = []
+    for prompt_length, lengths in ((5, (3, 1, 4)), (9, (2, 6)), (1, (1, 2, 3, 8))):
+        answers = tuple(
+            Trajectory((Segment(tokens(n), (-1.0,) * n, 0, "replica-0"),), Outcome.SCORED, 0.0) for n in lengths
+        )
+        groups.append(TrainingGroup(tokens(prompt_length), answers, (0.0,) * len(answers)))
+    return groups
+
+
+@pytest.mark.parametrize("model", models(), ids=lambda m: m.config.model_type)
+@pytest.mark.parametrize("head_chunk", [1024, 4])
+def test_log_probabilities_equal_each_answer_computed_alone(
+    model: PreTrainedModel, head_chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(policy_module, "HEAD_CHUNK", head_chunk)
+    temperature = 0.7
+    groups = some_groups()
+    expected, expected_entropy = [], []
+    for group in groups:
+        for answer in group.answers:
+            row = torch.tensor([group.prompt_ids + answer.token_ids])
+            logprobs = (model(row).logits[0, len(group.prompt_ids) - 1 : -1] / temperature).log_softmax(-1)
+            expected.append(logprobs.gather(1, torch.tensor(answer.token_ids)[:, None])[:, 0])
+            expected_entropy.append(torch.distributions.Categorical(logits=logprobs).entropy())
+    model.config._attn_implementation = "sdpa"
+    logprobs, entropy = Policy(model, temperature)(lay_out(groups))
+    torch.testing.assert_close(logprobs, torch.cat(expected), atol=1e-4, rtol=0)
+    torch.testing.assert_close(entropy, torch.cat(expected_entropy), atol=1e-4, rtol=0)
+
+    parameters = list(model.parameters())
+    packed_gradients = torch.autograd.grad(logprobs.sum(), parameters)
+    alone_gradients = torch.autograd.grad(torch.cat(expected).sum(), parameters)
+    for packed, alone in zip(packed_gradients, alone_gradients, strict=True):
+        torch.testing.assert_close(packed, alone, atol=1e-3, rtol=1e-3)
+    assert not entropy.requires_grad
