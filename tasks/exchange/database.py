@@ -1,0 +1,151 @@
+"""Opening the ledger's database and running transactions on it: all that differs between SQLite and PostgreSQL.
+
+SQLite serves one machine, PostgreSQL a cluster; one URL says which. Times are the database's, in seconds since 1970, so
+the clocks of machines need not agree.
+"""
+
+import sqlite3
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock
+from sqlalchemy import Connection, Engine, Float, create_engine, event, func, insert, select
+from sqlalchemy.engine import URL, make_url
+from sqlalchemy.exc import ArgumentError, SQLAlchemyError
+from sqlalchemy.ext.compiler import compiles
+from sqlalchemy.sql.functions import FunctionElement
+
+from planners.errors import UserError
+from tasks.exchange.schema import SCHEMA_VERSION, metadata, schema_info
+
+_BUSY_TIMEOUT_S = 60.0
+
+
+class now_s(FunctionElement[float]):
+    """The database's clock: seconds since 1970, as a float."""
+
+    type = Float()
+    inherit_cache = True
+
+
+@compiles(now_s, "sqlite")
+def _now_on_sqlite(element: Any, compiler: Any, **options: Any) -> str:
+    return "((julianday('now') - 2440587.5) * 86400.0)"
+
+
+@compiles(now_s, "postgresql")
+def _now_on_postgresql(element: Any, compiler: Any, **options: Any) -> str:
+    return "CAST(extract(epoch FROM clock_timestamp()) AS double precision)"
+
+
+class Database:
+    """A pool of connections and the two kinds of transaction that the ledger needs. Threads may share it."""
+
+    def __init__(self, url: str) -> None:
+        """Open the database, creating its tables if they are absent; safe from many processes at once.
+
+        Raises:
+            UserError: the URL is wrong, the database cannot be opened, or another version of hexflow made it.
+        """
+        place = _parse(url)
+        shown = place.render_as_string(hide_password=True)
+        try:
+            if place.get_backend_name() == "sqlite":
+                self._open_sqlite(place, Path(place.database or "").absolute())
+            else:
+                self._open_postgresql(place)
+            with self.read() as connection:
+                found = connection.scalar(select(schema_info.c.version))
+        except (SQLAlchemyError, sqlite3.Error, OSError) as error:
+            cause = " ".join(str(error).split("\n[SQL")[0].split())
+            raise UserError(
+                f"The ledger {shown} cannot be opened: {cause}. Check that its place exists and is writable, or name "
+                "another with HEXFLOW_LEDGER_URL."
+            ) from error
+        if found != SCHEMA_VERSION:
+            raise UserError(
+                f"The ledger {shown} has tables of version {found}, but this hexflow needs version {SCHEMA_VERSION}: "
+                "use the hexflow that made it, or name another ledger with HEXFLOW_LEDGER_URL."
+            )
+
+    @contextmanager
+    def read(self) -> Iterator[Connection]:
+        """A transaction that only reads: one consistent state, without waiting for writers."""
+        with self._readers.connect() as connection:
+            yield connection
+
+    @contextmanager
+    def write(self, key: str) -> Iterator[Connection]:
+        """A transaction that writes what belongs to `key` (a run's id): whole or not at all, one at a time.
+
+        Writers wait for each other before their first statement, so what a transaction has read is still true when it
+        commits.
+        """
+        with self._writers.connect() as connection, connection.begin():
+            if connection.dialect.name == "postgresql":
+                connection.execute(select(func.pg_advisory_xact_lock(func.hashtext(key))))
+            yield connection
+
+    def close(self) -> None:
+        """Close the pooled connections."""
+        self._writers.dispose()
+        self._readers.dispose()
+
+    def _open_sqlite(self, url: URL, path: Path) -> None:
+        self._readers = _sqlite_engine(url, "BEGIN")
+        self._writers = _sqlite_engine(url, "BEGIN IMMEDIATE")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # Several processes that switch a new file to WAL at once get "database is locked" in spite of the busy timeout.
+        with FileLock(path.with_name(path.name + ".lock"), timeout=_BUSY_TIMEOUT_S):
+            with closing(sqlite3.connect(path, timeout=_BUSY_TIMEOUT_S)) as connection:
+                connection.execute("PRAGMA journal_mode = WAL")
+            self._create_tables()
+
+    def _open_postgresql(self, url: URL) -> None:
+        self._writers = create_engine(url, pool_pre_ping=True)
+        self._readers = self._writers.execution_options(isolation_level="REPEATABLE READ")
+        self._create_tables()
+
+    def _create_tables(self) -> None:
+        with self.write("schema") as connection:
+            metadata.create_all(connection)
+            if connection.scalar(select(schema_info.c.version)) is None:
+                connection.execute(insert(schema_info).values(version=SCHEMA_VERSION))
+
+
+def _parse(url: str) -> URL:
+    try:
+        place = make_url(url)
+        backend = place.get_backend_name()
+    except (ArgumentError, ValueError):
+        backend = ""
+    if backend == "postgresql":
+        return place.set(drivername="postgresql+psycopg")
+    if backend == "sqlite" and place.database not in (None, "", ":memory:"):
+        return place
+    raise UserError(
+        "The ledger's URL must be sqlite:///<file> (one machine) or postgresql://<user>@<host>/<database> (a cluster): "
+        "see HEXFLOW_LEDGER_URL."
+    )
+
+
+def _sqlite_engine(url: URL, begin: str) -> Engine:
+    engine = create_engine(url)
+
+    @event.listens_for(engine, "connect")
+    def configure(connection: sqlite3.Connection, record: Any) -> None:
+        connection.isolation_level = None  # the driver must not begin transactions; `begin` below does
+        connection.execute(f"PRAGMA busy_timeout = {int(_BUSY_TIMEOUT_S * 1000)}")
+        connection.execute("PRAGMA foreign_keys = ON")
+        # FULL, not NORMAL: in WAL mode NORMAL survives a SIGKILL, but a power cut may undo the last commits. The files
+        # that the ledger speaks of are synced before they are recorded, and a checkpoint that outlives the record of
+        # what it consumed would let groups be used twice. It costs one fsync (a few ms) per transaction that changes a row.
+        connection.execute("PRAGMA synchronous = FULL")
+
+    @event.listens_for(engine, "begin")
+    def begin_transaction(connection: Connection) -> None:
+        connection.exec_driver_sql(begin)
+
+    return engine

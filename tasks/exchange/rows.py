@@ -1,0 +1,174 @@
+"""What the ledger hands out: immutable copies of rows, true at the moment of their transaction."""
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+from sqlalchemy import Column, Table
+
+
+class Fenced(Exception):
+    """This attempt is no longer current: another one has its place, or it was declared dead. The process must exit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Actor:
+    """Who writes. `role` is "trainer", "replica" or "supervisor"; only the newest attempt of a slot may write."""
+
+    run_id: str
+    role: str
+    slot: int
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class RunRow:
+    """A run. `state` is running, completed, failed or cancelled."""
+
+    run_id: str
+    flow_run_id: str | None
+    mlflow_run_id: str | None
+    state: str
+    lineage: int
+    prompts_per_step: int
+    max_staleness: int
+    steps: int
+    max_attempts_per_prompt: int
+    created_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class PlanEpochRow:
+    """A plan of the run; the highest epoch is in force."""
+
+    epoch: int
+    plan_json: str
+    created_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class MachineRow:
+    """A machine that has announced itself; `silent_s` is the time since it last did."""
+
+    name: str
+    description_json: str
+    silent_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class ActorRow:
+    """An actor. `state` is starting, running, done, failed or fenced; `silent_s` the time since its last heartbeat.
+
+    `loaded_version` is the (lineage, number) that it said it has loaded.
+    """
+
+    role: str
+    slot: int
+    attempt: int
+    state: str
+    pid: int
+    machine: str
+    loaded_version: tuple[int, int] | None
+    silent_s: float
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """Permission to answer a prompt; `version` is the replica's loaded version."""
+
+    group_id: int
+    prompt_index: int
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class GroupRow:
+    """A group. `state` is leased, scored, consumed or dropped.
+
+    `version` is the replica's loaded version while leased, afterwards that of the oldest trained token; `step` the step
+    that consumed it.
+    """
+
+    group_id: int
+    prompt_index: int
+    state: str
+    version: int
+    step: int | None
+    reward_mean: float | None
+    response_tokens: int | None
+    drop_reason: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """An evaluation that the actor has claimed."""
+
+    purpose: str
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationRow:
+    """An evaluation. `state` is requested, claimed or done; `result` is what was recorded."""
+
+    purpose: str
+    version: int
+    state: str
+    result: dict[str, Any] | None
+
+
+@dataclass(frozen=True, slots=True)
+class SpanRow:
+    """A stretch of an actor's time, on the database's clock. `kind` is busy, wait, publish or load."""
+
+    role: str
+    slot: int
+    attempt: int
+    kind: str
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class StepRow:
+    """A finished training step of the surviving lineage; `end_s` is on the database's clock."""
+
+    step: int
+    end_s: float
+    metrics: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a run is, all of it derived from its rows.
+
+    Attributes:
+        step: finished training steps.
+        steps: the run's target.
+        groups: groups by state; every state is there.
+        dropped: dropped groups by reason.
+        outcomes: answers by outcome (scored, timeout, error, truncated), over completed groups that were not dropped.
+        quarantined_prompts: prompts given up after too many failed attempts.
+        response_tokens: tokens in the answers of consumed groups.
+        consumed: groups consumed.
+        max_staleness_seen: largest step − version over consumed groups; 0 before there are any.
+        latest_version: (lineage, number) of the newest live version.
+        reward_mean: mean reward of the groups of the last consumed step.
+    """
+
+    step: int
+    steps: int
+    groups: dict[str, int]
+    dropped: dict[str, int]
+    outcomes: dict[str, int]
+    quarantined_prompts: int
+    response_tokens: int
+    consumed: int
+    max_staleness_seen: int
+    latest_version: tuple[int, int] | None
+    reward_mean: float | None
+
+
+def columns_of(row_type: type, table: Table) -> list[Column[Any]]:
+    """The columns of `table` whose names are the fields of the dataclass `row_type`, in its order."""
+    return [table.c[field.name] for field in fields(row_type)]
