@@ -50,9 +50,10 @@ class _Point:
 class _MlflowRun:
     """One run of MLflow's. Every method may raise what `_is_refusal` judges."""
 
-    def __init__(self, client: Any, run_id: str) -> None:
+    def __init__(self, client: Any, run: Any) -> None:
         self._client = client
-        self.run_id = run_id
+        self.run_id: str = run.info.run_id
+        self.experiment_id: str = run.info.experiment_id
 
     def send_points(self, points: Sequence[_Point]) -> None:
         from mlflow.entities import Metric
@@ -139,6 +140,11 @@ class Tracker:
     def run_id(self) -> str | None:
         """MLflow's id of the run; None while it could not be created."""
         return self._run.run_id if self._run else None
+
+    @property
+    def experiment_id(self) -> str | None:
+        """MLflow's id of the experiment the run belongs to; None while the run could not be created."""
+        return self._run.experiment_id if self._run else None
 
     @property
     def dropped(self) -> int:
@@ -314,20 +320,20 @@ def _client(tracking_uri: str) -> Any:
 def _create(tracking_uri: str, experiment: str, run_name: str, tags: Mapping[str, str]) -> _MlflowRun:
     client = _client(tracking_uri)
     run = client.create_run(_experiment_id(client, experiment), tags=dict(tags), run_name=run_name)
-    return _MlflowRun(client, run.info.run_id)
+    return _MlflowRun(client, run)
 
 
 def _create_child(tracking_uri: str, parent_run_id: str, name: str, tags: Mapping[str, str]) -> _MlflowRun:
     client = _client(tracking_uri)
     experiment_id = client.get_run(parent_run_id).info.experiment_id
     run = client.create_run(experiment_id, tags={**tags, "mlflow.parentRunId": parent_run_id}, run_name=name)
-    return _MlflowRun(client, run.info.run_id)
+    return _MlflowRun(client, run)
 
 
 def _reopen(tracking_uri: str, run_id: str) -> _MlflowRun:
     client = _client(tracking_uri)
     client.update_run(run_id, status="RUNNING")
-    return _MlflowRun(client, run_id)
+    return _MlflowRun(client, client.get_run(run_id))
 
 
 def _experiment_id(client: Any, name: str) -> str:

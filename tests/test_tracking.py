@@ -52,7 +52,7 @@ def test_a_run_and_its_attempts_reach_the_store(store: str, client, tmp_path: Pa
     parent.finish("FINISHED")
 
     run = client.get_run(parent.run_id)
-    assert run.info.status == "FINISHED"
+    assert (run.info.status, run.info.experiment_id) == ("FINISHED", parent.experiment_id)
     assert run.data.params["algorithm.lr"] == "1e-06"
     assert run.data.params["cluster.device_types"] == "null"
     assert run.data.params["prompt.template"].startswith("xxx")
