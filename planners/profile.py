@@ -17,3 +17,6 @@ class DeviceProfile(BaseModel):
     training_tokens_per_s: float = Field(gt=0, description="Response tokens/s of a full training step, packed groups.")
     publish_s: float = Field(ge=0, description="Seconds to write one weight version.")
     load_s: float = Field(ge=0, description="Seconds for a replica to load one weight version.")
+    answer_tokens: float | None = Field(
+        default=None, gt=0, description="Mean tokens of an answer in the measurement; empty: not known."
+    )

@@ -78,7 +78,8 @@ def plan_split(
         train_type: train on this type only; None: any.
         train_devices: train on exactly this many devices; None: any number.
         device_types: use only these types; None: all.
-        answer_tokens: expected tokens of an answer; None: `workload.max_new_tokens`, the upper bound.
+        answer_tokens: expected tokens of an answer; None: the longest mean that a profile saw, or where none has one,
+            `workload.max_new_tokens`, the upper bound.
         reward_s: seconds by which scoring delays a step.
 
     Raises:
@@ -95,7 +96,7 @@ def plan_split(
         kinds={device.device_type: device.kind for device in chosen.devices},
         profiles=profiles,
         workload=workload,
-        answer_tokens=workload.max_new_tokens if answer_tokens is None else answer_tokens,
+        answer_tokens=_answer_tokens(counts, profiles, workload) if answer_tokens is None else answer_tokens,
         reward_s=reward_s,
         train_type=train_type,
         train_devices=train_devices,
@@ -133,6 +134,11 @@ def generation_rate(profile: DeviceProfile, concurrency: float) -> float:
     low, high = points[right - 1], points[right]
     share = (concurrency - low) / (high - low)
     return measured[low] + share * (measured[high] - measured[low])
+
+
+def _answer_tokens(counts: Mapping[str, int], profiles: Mapping[str, DeviceProfile], workload: Workload) -> float:
+    seen = [tokens for name in counts if (tokens := profiles[name].answer_tokens) is not None]
+    return max(seen, default=float(workload.max_new_tokens))
 
 
 def _choose_devices(machine: Machine, device_types: Collection[str] | None) -> Machine:

@@ -153,6 +153,12 @@ def test_expected_answers_shorten_the_step_and_rewards_lengthen_it() -> None:
     assert laptop(reward_s=1.0).step_s == pytest.approx(14.6)
 
 
+def test_the_mean_answer_that_was_measured_is_expected() -> None:
+    profile = profile_of("cpu", {8: 20.0, 64: 40.0}, 64.0).model_copy(update={"answer_tokens": 2.0})
+    plan = plan_split(machine_of({("cpu", "cpu"): 2}), {"cpu": profile}, Workload())
+    assert (plan.train_s, plan.rollout_s) == (2.0, 3.2)
+
+
 def test_cores_of_a_role_form_one_process() -> None:
     plan = laptop(cores=4)
     assert plan.training.devices == (0, 1)
