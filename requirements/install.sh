@@ -45,7 +45,7 @@ pip_install() {
                 "Collecting "* | "Requirement already satisfied"*)
                     seen=$((seen + 1))
                     if ((seen % 50 == 0)); then echo "hexflow: $seen packages fetched"; fi ;;
-                "Building wheel for "*"started"*) echo "hexflow: ${line%%:*}" ;;
+                *"Building wheel for "*" started") echo "hexflow:${line%% (*}" | tr -s ' ' ;;
                 "Installing collected packages"*) echo "hexflow: unpacking" ;;
             esac
         done
@@ -85,6 +85,9 @@ if [[ $installed == "$wanted" && ! -e .venv/hexflow-unfinished ]]; then
 fi
 
 python=$(find_python)
+headers=$("$python" -c 'import sysconfig; print(sysconfig.get_path("include"))')
+command -v gcc >/dev/null || fail "no C compiler: install gcc and g++ (Debian: apt-get install g++)."
+[[ -e $headers/Python.h ]] || fail "no $headers/Python.h: install Python's headers (Debian: apt-get install python3-dev)."
 if [[ -e .venv/hexflow-unfinished ]]; then
     echo "hexflow: an earlier install was interrupted, starting again"
     rm -rf .venv
