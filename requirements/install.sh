@@ -75,6 +75,8 @@ fi
 exec 9<requirements/install.sh
 flock 9
 
+trap 'echo "hexflow: interrupted" >&2; exit 130' INT TERM
+
 stack=$(choose_stack)
 place="$stack $PWD"
 wanted="$place $(cat pyproject.toml requirements/*.txt requirements/install.sh | sha256sum | cut -d' ' -f1)"
