@@ -2,6 +2,8 @@
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from planners.lengths import LengthSpec
+
 
 class Workload(BaseModel):
     """Sizes of a training step and how stale its data may be. B and G are the symbols of the paper (AReaL-Hex)."""
@@ -17,3 +19,10 @@ class Workload(BaseModel):
         ge=0,
         description="Largest number of policy versions between a trained token and the step that trains on it: η.",
     )
+    prompt_lengths: LengthSpec | None = Field(
+        default=None, description="How long prompts are, for the planner; empty: all of max_prompt_tokens."
+    )
+    response_lengths: LengthSpec | None = Field(
+        default=None, description="How long answers are, for the planner; empty: all of max_new_tokens."
+    )
+    reward_s: float = Field(default=0.0, ge=0, description="Seconds by which scoring delays a step, for the planner.")

@@ -1,0 +1,76 @@
+"""What one training step asks of the cluster, with lengths as distributions."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from planners.errors import UserError
+from planners.lengths import Lengths, constant
+from planners.workload import Workload
+
+
+@dataclass(frozen=True)
+class Demand:
+    """Sizes of a step (B, G, η as in `Workload`), the lengths, and what the trainer does with them."""
+
+    prompts_per_step: int
+    group_size: int
+    max_staleness: int
+    prompt: Lengths
+    response: Lengths
+    longest_tokens: int
+    minibatches: int = 1
+    micro_batch_tokens: int = 16384
+    reward_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.max_staleness < 0:
+            raise UserError(f"max_staleness is {self.max_staleness}, but staleness cannot be negative: use 0 or more.")
+        if self.prompts_per_step < 1 or self.group_size < 1 or self.minibatches < 1:
+            raise UserError("prompts_per_step, group_size and minibatches must each be 1 or more.")
+
+    @property
+    def answers_per_step(self) -> int:
+        """B·G."""
+        return self.prompts_per_step * self.group_size
+
+    @cached_property
+    def tokens_per_step(self) -> float:
+        """W: response tokens of a step; throughput counts these and nothing else."""
+        return self.answers_per_step * self.response.mean
+
+    @property
+    def gate_answers(self) -> int:
+        """Answers that may be in flight at once without starving at the gate: η·B·G, at least one step's."""
+        return max(1, self.max_staleness) * self.answers_per_step
+
+    @cached_property
+    def context(self) -> float:
+        """Mean tokens in the cache of an answer in progress."""
+        return self.prompt.mean + self.response.age_moment(1)
+
+    @cached_property
+    def context_deviation(self) -> float:
+        """Standard deviation of the same."""
+        prompt = self.prompt.moment(2) - self.prompt.mean**2
+        age = self.response.age_moment(2) - self.response.age_moment(1) ** 2
+        return float(max(0.0, prompt + age) ** 0.5)
+
+    @property
+    def latency_tokens(self) -> float:
+        """The 99 % quantile of the answer length: what must finish before it is stale."""
+        return self.response.quantile(0.99)
+
+
+def demand_of(workload: Workload, minibatches: int = 1) -> Demand:
+    """A workload's demand; without length distributions every length is its maximum."""
+    prompt, response = workload.prompt_lengths, workload.response_lengths
+    return Demand(
+        prompts_per_step=workload.prompts_per_step,
+        group_size=workload.group_size,
+        max_staleness=workload.max_staleness,
+        prompt=prompt.lengths() if prompt else constant(workload.max_prompt_tokens),
+        response=response.lengths() if response else constant(workload.max_new_tokens),
+        longest_tokens=workload.max_prompt_tokens + workload.max_new_tokens,
+        minibatches=minibatches,
+        reward_s=workload.reward_s,
+    )

@@ -1,0 +1,241 @@
+"""The hardware a plan is made for, as a person writes it down: machines, links, prices, counts.
+
+`planners.cluster` holds what discovery finds on a machine that is running; this file describes machines that need not
+exist yet.
+"""
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from planners.catalogue import DeviceType, device_type
+from planners.errors import UserError
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class MachineGroup(_Section):
+    """Equal machines."""
+
+    name: str = Field(pattern=r"^[a-z0-9][a-z0-9-]*$", description="Machines are called name-0, name-1 and so on.")
+    device_type: str = Field(description="Entry of the device catalogue.")
+    count: int = Field(default=1, ge=1, description="Machines of this group: what there is, or what can be rented.")
+    devices: int = Field(ge=1, description="Devices per machine.")
+    link_gb_per_s: float | None = Field(
+        default=None, gt=0, description="Bandwidth between devices of a machine, one way per device; empty: catalogue."
+    )
+    usd_per_h: float | None = Field(default=None, ge=0, description="Price of one device hour; empty: catalogue.")
+
+
+class Link(_Section):
+    """Bandwidth between two machines, one way."""
+
+    between: tuple[str, str] = Field(description="Two device types, or two machines (which overrides their types').")
+    gb_per_s: float = Field(description="GB/s.")
+
+
+class Storage(_Section):
+    """The shared directory that weights travel through in sync mode `storage`."""
+
+    write_gb_per_s: float = Field(default=2.0, gt=0, description="Writing one version, GB/s.")
+    read_gb_per_s: float = Field(default=2.0, gt=0, description="Reading it, per machine, GB/s.")
+    load_gb_per_s: float = Field(default=10.0, gt=0, description="From a machine's memory onto one device, GB/s.")
+
+
+class ClusterFile(_Section):
+    """A cluster file."""
+
+    name: str = Field(description="What tables and plans call it.")
+    machines: list[MachineGroup] = Field(description="Groups of equal machines.")
+    links: list[Link] = Field(default=[], description="Bandwidths between machines.")
+    storage: Storage = Field(default=Storage(), description="The shared directory.")
+
+
+@dataclass(frozen=True)
+class Node:
+    """One machine."""
+
+    name: str
+    group: str
+    device: DeviceType
+    devices: int
+
+    @property
+    def type_name(self) -> str:
+        """Its device type."""
+        return self.device.name
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Machines and the bandwidths between them, checked: every pair has a positive one."""
+
+    name: str
+    nodes: tuple[Node, ...]
+    type_links: dict[frozenset[str], float]
+    node_links: dict[frozenset[str], float]
+    storage: Storage
+
+    def link(self, a: Node, b: Node) -> float:
+        """Bytes/s between two machines, or between devices of one."""
+        if a.name == b.name:
+            return a.device.link_bytes_per_s
+        override = self.node_links.get(frozenset((a.name, b.name)))
+        return self.type_links[frozenset((a.type_name, b.type_name))] if override is None else override
+
+    @cached_property
+    def types(self) -> dict[str, DeviceType]:
+        """Device types in order of appearance. Groups of one type share its price (the lowest) and link (the best)."""
+        found: dict[str, DeviceType] = {}
+        for node in self.nodes:
+            known = found.setdefault(node.type_name, node.device)
+            found[node.type_name] = replace(
+                known,
+                usd_per_h=min(known.usd_per_h, node.device.usd_per_h),
+                link_bytes_per_s=max(known.link_bytes_per_s, node.device.link_bytes_per_s),
+            )
+        return found
+
+    @cached_property
+    def counts(self) -> dict[str, int]:
+        """Devices by type."""
+        return {t: sum(n.devices for n in self.nodes if n.type_name == t) for t in self.types}
+
+    @property
+    def devices(self) -> int:
+        """All devices."""
+        return sum(node.devices for node in self.nodes)
+
+    @property
+    def usd_per_h(self) -> float:
+        """Price of everything."""
+        return sum(node.devices * node.device.usd_per_h for node in self.nodes)
+
+    def best_link(self, a: str, b: str) -> float:
+        """Largest bandwidth between two different machines of these types; inside a machine's if there is no pair."""
+        return self._best_links[frozenset((a, b))]
+
+    @cached_property
+    def _best_links(self) -> dict[frozenset[str], float]:
+        best: dict[frozenset[str], float] = {}
+        for a in self.types:
+            for b in self.types:
+                single = a == b and sum(n.type_name == a for n in self.nodes) == 1
+                default = self.types[a].link_bytes_per_s if single else self.type_links.get(frozenset((a, b)), 0.0)
+                best[frozenset((a, b))] = default
+        kinds = {node.name: node.type_name for node in self.nodes}
+        for pair, value in self.node_links.items():
+            key = frozenset(kinds[name] for name in pair)
+            best[key] = max(best[key], value)
+        return best
+
+    def restricted(self, machines: dict[str, int]) -> "Topology":
+        """The same with only so many devices left on each machine named; others are gone."""
+        kept = tuple(replace(n, devices=machines[n.name]) for n in self.nodes if machines.get(n.name, 0) > 0)
+        names = {n.name for n in kept}
+        links = {pair: value for pair, value in self.node_links.items() if pair <= names}
+        return Topology(self.name, kept, self.type_links, links, self.storage)
+
+
+def read_cluster(path: Path) -> Topology:
+    """Read and check a cluster file.
+
+    Raises:
+        UserError: the file is missing or not YAML, or as `parse_cluster`.
+    """
+    try:
+        tree = yaml.safe_load(path.read_text())
+    except FileNotFoundError:
+        raise UserError(f"There is no cluster file {path}; shipped ones lie in deployments/clusters/.") from None
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise UserError(f"The cluster file {path} cannot be read: {' '.join(str(error).split())}.") from None
+    try:
+        return parse_cluster(ClusterFile.model_validate(tree))
+    except ValidationError as error:
+        faults = "; ".join(f"'{'.'.join(map(str, f['loc']))}': {f['msg'].lower()}" for f in error.errors())
+        raise UserError(f"{path}: {faults}.") from None
+
+
+def parse_cluster(file: ClusterFile) -> Topology:
+    """Machines and links of a cluster file.
+
+    Raises:
+        UserError: no machines, a name twice, an unknown device type or machine, a bandwidth that is missing, zero or
+            negative.
+    """
+    if not file.machines:
+        raise UserError(f"Cluster {file.name} is empty: list at least one group under `machines`.")
+    nodes: list[Node] = []
+    for group in file.machines:
+        device = device_type(group.device_type)
+        if group.link_gb_per_s is not None:
+            device = replace(device, link_bytes_per_s=group.link_gb_per_s * 1e9)
+        if group.usd_per_h is not None:
+            device = replace(device, usd_per_h=group.usd_per_h)
+        nodes += [Node(f"{group.name}-{i}", group.name, device, group.devices) for i in range(group.count)]
+    names = [node.name for node in nodes]
+    if len(set(names)) < len(names):
+        twice = next(n for n in names if names.count(n) > 1)
+        raise UserError(f"Cluster {file.name} has two machines called {twice}: name each group differently.")
+    type_links, node_links = _links(file, {n.name for n in nodes}, {n.type_name for n in nodes})
+    topology = Topology(file.name, tuple(nodes), type_links, node_links, file.storage)
+    _check_links(topology)
+    return topology
+
+
+def _links(
+    file: ClusterFile, names: set[str], types: set[str]
+) -> tuple[dict[frozenset[str], float], dict[frozenset[str], float]]:
+    type_links: dict[frozenset[str], float] = {}
+    node_links: dict[frozenset[str], float] = {}
+    for link in file.links:
+        pair = frozenset(link.between)
+        if link.gb_per_s <= 0:
+            raise UserError(
+                f"The link {' - '.join(link.between)} of cluster {file.name} has {link.gb_per_s:g} GB/s: a bandwidth "
+                "must be positive; leave out machines that cannot reach each other."
+            )
+        if pair <= types:
+            type_links[pair] = link.gb_per_s * 1e9
+        elif pair <= names and len(pair) == 2:
+            node_links[pair] = link.gb_per_s * 1e9
+        else:
+            unknown = ", ".join(sorted(pair - types - names)) or " - ".join(link.between)
+            raise UserError(f"A link of cluster {file.name} names {unknown}, which is no device type or machine of it.")
+    return type_links, node_links
+
+
+def _check_links(topology: Topology) -> None:
+    """Every two machines need a bandwidth; the message tells a missing pair from machines that nothing reaches."""
+    missing = [pair for pair in _machine_type_pairs(topology) if pair not in topology.type_links]
+    for pair in missing:
+        a, *rest = sorted(pair)
+        b = rest[0] if rest else a
+        uncovered = [
+            (m, n)
+            for i, m in enumerate(topology.nodes)
+            for n in topology.nodes[i + 1 :]
+            if {m.type_name, n.type_name} == {a, b} and frozenset((m.name, n.name)) not in topology.node_links
+        ]
+        if not uncovered:
+            continue
+        m, n = uncovered[0]
+        linked = any(n.name in p or m.name in p for p in topology.node_links) or len(missing) < len(topology.types)
+        what = "has no bandwidth between" if linked else "is disconnected: nothing links"
+        raise UserError(
+            f"Cluster {topology.name} {what} {m.name} ({a if m.type_name == a else b}) and {n.name} "
+            f"({b if m.type_name == a else a}): add `- {{between: [{a}, {b}], gb_per_s: …}}` under `links`, or remove "
+            "one of them."
+        )
+
+
+def _machine_type_pairs(topology: Topology) -> list[frozenset[str]]:
+    count = {t: sum(n.type_name == t for n in topology.nodes) for t in topology.types}
+    pairs = [frozenset((t,)) for t in topology.types if count[t] > 1]
+    types = list(topology.types)
+    return pairs + [frozenset((a, b)) for i, a in enumerate(types) for b in types[i + 1 :]]
