@@ -4,7 +4,7 @@
 #   requirements/install.sh            install, or do nothing if .venv is up to date
 #   requirements/install.sh --python   print the Python that would be used
 #
-# HEXFLOW_STACK=cpu|cuda chooses the stack (default: cuda where nvidia-smi sees a GPU); PYTHON chooses the interpreter.
+# HEXFLOW_INSTALL=cpu|cuda chooses the stack (default: cuda where nvidia-smi sees a GPU); PYTHON chooses the interpreter.
 # What is installed is recorded in .venv/hexflow-installed as stack, directory and a hash of everything that decides it.
 # While an install runs, .venv/hexflow-unfinished exists; a run that finds it throws .venv away and starts again, since
 # pip takes a half-copied package for a whole one.
@@ -29,10 +29,10 @@ find_python() {
 }
 
 choose_stack() {
-    case ${HEXFLOW_STACK:-} in
-        cpu | cuda) echo "$HEXFLOW_STACK" ;;
+    case ${HEXFLOW_INSTALL:-} in
+        cpu | cuda) echo "$HEXFLOW_INSTALL" ;;
         "") if [[ $(nvidia-smi -L 2>/dev/null) == "GPU "* ]]; then echo cuda; else echo cpu; fi ;;
-        *) fail "HEXFLOW_STACK is '$HEXFLOW_STACK': use cpu or cuda, or leave it out." ;;
+        *) fail "HEXFLOW_INSTALL is '$HEXFLOW_INSTALL': use cpu or cuda, or leave it out." ;;
     esac
 }
 

@@ -1,14 +1,13 @@
 """What holds for every test: no network, no telemetry, no state of the user's, the same examples in every run."""
 
 import os
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 
 import hypothesis
-import psutil
 import pytest
 
+from deployments import stack
 from tasks.settings import Settings
 
 E2E_TIMEOUT_S = 600
@@ -42,47 +41,40 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.get_closest_marker("e2e") is not None)
 
 
-@pytest.fixture
-def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Settings:
+def _private_settings(place: Path, patch: pytest.MonkeyPatch) -> Settings:
     """Settings of a private place, which child processes resolve to as well.
 
     Prepared models are shared with the repository's own home: they are checksummed, immutable, and take a minute to
     make.
     """
-    home = tmp_path / ".hexflow"
+    home = place / ".hexflow"
     home.mkdir()
     models = REPOSITORY / ".hexflow" / "models"
     models.mkdir(parents=True, exist_ok=True)
     (home / "models").symlink_to(models)
-    private = Settings(home=home, runs=tmp_path / "runs", ledger_url=f"sqlite:///{home / 'ledger.db'}")
+    private = Settings(home=home, runs=place / "runs", ledger_url=f"sqlite:///{home / 'ledger.db'}")
     for name, value in private.environment().items():
-        monkeypatch.setenv(name, value)
+        patch.setenv(name, value)
     return private
 
 
 @pytest.fixture
-def free_port() -> int:
-    """A loopback port that nobody listens on."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
+def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Settings:
+    """Settings of a place of the test's own."""
+    return _private_settings(tmp_path, monkeypatch)
 
 
-@pytest.fixture
-def no_process_left(settings: Settings) -> Iterator[None]:
-    """Fail a test that leaves a process behind, and end that process: every child carries its HEXFLOW_HOME."""
-    yield
-    left = [process for process in psutil.process_iter() if _home_of(process) == str(settings.home)]
-    named = [" ".join(process.cmdline()) for process in left]
-    for process in left:
-        process.kill()
-    assert not left, f"processes left behind: {named}"
+@pytest.fixture(scope="module")
+def stack_settings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Settings]:
+    """Settings under which the tests of a module share one local stack, which the first of them brings up.
 
-
-def _home_of(process: psutil.Process) -> str | None:
-    if process.pid == os.getpid():
-        return None
-    try:
-        return process.environ().get("HEXFLOW_HOME")
-    except psutil.Error:
-        return None
+    The machine's first two cores are devices of two types, `fast` and `slow`. Whatever the tests leave of the stack is
+    ended, and it is an error if anything survives that.
+    """
+    first, second, *_ = sorted(os.sched_getaffinity(0))
+    with pytest.MonkeyPatch.context() as patch:
+        shared = _private_settings(tmp_path_factory.mktemp("stack"), patch)
+        patch.setenv("HEXFLOW_MACHINE", "tester")
+        patch.setenv("HEXFLOW_DEVICES", f"fast={first};slow={second}")
+        yield shared
+        stack.down(shared)

@@ -26,6 +26,13 @@ COMPLETE = {
 }
 
 
+@pytest.fixture
+def free_port() -> int:
+    """A loopback port that nobody listens on."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
 def fails(finding: Finding, *words: str) -> None:
     assert finding.verdict == Verdict.FAIL
     assert finding.remedy
