@@ -1,0 +1,126 @@
+"""Memory by part of every device of a plan.
+
+Mixed precision as DeepSpeed keeps it, for P parameters in bf16 over d data-parallel ranks (its own estimators,
+`estimate_zero2_model_states_mem_needs` and `estimate_zero3_…`, are compared in the tests):
+
+    weights    2P  (stage 3: 2P/d + the largest layer, gathered)
+    gradients  2P  (stage 2: 2P/d; stage 3: the largest layer's, as they are reduced into the optimiser's share)
+    optimiser  16P: float32 master weights, two moments and gradients (stages 1 to 3: 16P/d)
+
+In float32 the optimiser keeps only two moments, 8P. Activations are recomputed by layer: the input of each layer for
+every token of a micro-batch, one layer's working set, and the logits of a chunk of tokens.
+"""
+
+from dataclasses import dataclass
+
+from planners.catalogue import DeviceType
+from planners.demand import Demand
+from planners.model import Model
+
+USABLE_SHARE = 0.90  # of device memory: vLLM's default gpu_memory_utilization, and as much for training
+LOGIT_CHUNK_TOKENS = 1024
+PREFILL_CHUNK_TOKENS = 8192  # vLLM's default max_num_batched_tokens
+WORKSPACE_BYTES = 1_500_000_000  # CUDA context, NCCL and cuBLAS buffers (assumed)
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on one device, by part, and how many there are."""
+
+    weights: float
+    gradients: float
+    optimiser: float
+    activations: float
+    kv: float
+    workspace: float
+    available: float
+
+    @property
+    def total(self) -> float:
+        """All parts."""
+        return self.weights + self.gradients + self.optimiser + self.activations + self.kv + self.workspace
+
+    @property
+    def fits(self) -> bool:
+        """Whether the parts fit into what may be used."""
+        return self.total <= self.available
+
+
+def training_memory(
+    model: Model,
+    demand: Demand,
+    device: DeviceType,
+    *,
+    data_ranks: int,
+    tensor_ranks: int,
+    layer_share: float,
+    zero: int,
+    micro_batches_in_flight: int = 1,
+) -> Memory:
+    """One training rank.
+
+    Args:
+        data_ranks: d, ranks that share one copy of the states under ZeRO.
+        tensor_ranks: ranks that split every layer.
+        layer_share: share of the layers in this pipeline stage; 1 without a pipeline.
+        zero: DeepSpeed ZeRO stage.
+        micro_batches_in_flight: micro-batches whose activations a pipeline stage holds (1F1B).
+    """
+    element = model.element_bytes
+    parameters = model.parameters * layer_share / tensor_ranks
+    layer = max(model.layer_parameters, model.vocabulary * model.hidden) / tensor_ranks
+    states = (16 if element == 2 else 8) * parameters
+    weights = element * (parameters / data_ranks + layer if zero == 3 else parameters)
+    gradients = element * (layer if zero == 3 else parameters / data_ranks if zero == 2 else parameters)
+    tokens = micro_batch_tokens(demand, data_ranks)
+    inputs = tokens * model.hidden * model.layers * layer_share * element * micro_batches_in_flight
+    width = (
+        4 * model.hidden + (3 * model.intermediate + 2 * (model.heads + model.kv_heads) * model.head_dim) / tensor_ranks
+    )
+    working_set = 2 * tokens * width * element
+    logits = min(tokens, LOGIT_CHUNK_TOKENS) * model.vocabulary / tensor_ranks * 8
+    return Memory(
+        weights=weights,
+        gradients=gradients,
+        optimiser=states / data_ranks if zero >= 1 else states,
+        activations=inputs + working_set + logits,
+        kv=0.0,
+        workspace=workspace_bytes(device),
+        available=device.memory_bytes * USABLE_SHARE,
+    )
+
+
+def micro_batch_tokens(demand: Demand, data_ranks: int) -> float:
+    """Tokens of the largest micro-batch: the budget, at least one longest sequence, at most a rank's whole share."""
+    longest = min(float(demand.longest_tokens), demand.prompt.longest + demand.response.longest)
+    sequences = demand.answers_per_step / demand.minibatches / data_ranks
+    share = sequences * (demand.response.mean + demand.prompt.mean / demand.group_size)
+    return max(longest, min(float(demand.micro_batch_tokens), share))
+
+
+def serving_memory(model: Model, device: DeviceType, tensor_ranks: int, cached_tokens: float | None = None) -> Memory:
+    """One device of a rollout replica; the KV cache takes all that is left, or what `cached_tokens` need."""
+    available = device.memory_bytes * USABLE_SHARE
+    weights = model.weight_bytes / tensor_ranks
+    width = 2 * model.hidden + (2 * model.intermediate + 2 * model.heads * model.head_dim) / tensor_ranks
+    activations = PREFILL_CHUNK_TOKENS * width * model.element_bytes
+    workspace = workspace_bytes(device)
+    left = max(0.0, available - weights - activations - workspace)
+    kv = left if cached_tokens is None else cached_tokens * kv_bytes_per_token(model, tensor_ranks)
+    return Memory(weights, 0.0, 0.0, activations, kv, workspace, available)
+
+
+def kv_bytes_per_token(model: Model, tensor_ranks: int) -> float:
+    """Cache bytes of one token on one device; heads are copied once there are more ranks than heads."""
+    return model.kv_bytes_per_token / min(tensor_ranks, model.kv_heads)
+
+
+def kv_capacity_tokens(model: Model, device: DeviceType, tensor_ranks: int) -> float:
+    """Tokens that the cache of a replica holds."""
+    return serving_memory(model, device, tensor_ranks).kv / kv_bytes_per_token(model, tensor_ranks)
+
+
+def workspace_bytes(device: DeviceType) -> float:
+    """Buffers of the libraries: a twentieth of a small device, 1.5 GB of a large one."""
+    return min(WORKSPACE_BYTES, 0.05 * device.memory_bytes)

@@ -1,0 +1,161 @@
+"""The cost and memory models: limits they must respect, whatever the constants."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from planners import operators
+from planners.catalogue import CATALOGUE, device_type
+from planners.demand import Demand
+from planners.lengths import LogNormal, constant
+from planners.memory import GIB, kv_capacity_tokens, micro_batch_tokens, training_memory
+from planners.model import read_model
+from planners.profile import DeviceProfile
+from planners.serving import ServingCost
+from planners.sync import storage_s, sync_of
+from planners.topology import read_cluster
+from planners.training import Stage, TrainingCost, TrainingLayout
+
+DEPLOYMENTS = Path(__file__).parent.parent / "deployments"
+MODEL = read_model(DEPLOYMENTS / "models" / "r1-distill-qwen-7b")
+LENGTHS = LogNormal(mean=5000, q99=16000, cap=27648).lengths()
+DEMAND = Demand(32, 16, 8, constant(250), LENGTHS, 28672, minibatches=4)
+H800, H20 = device_type("h800-sxm"), device_type("h20")
+devices = st.sampled_from(sorted(CATALOGUE))
+
+
+def layout(kind: str, data: int, tensor: int = 1, machines: int = 1, zero: int = 1) -> TrainingLayout:
+    return TrainingLayout((Stage(kind, data, tensor, machines),), zero)
+
+
+@given(devices, st.integers(1, 16384), st.integers(64, 65536), st.integers(64, 65536))
+def test_no_product_is_faster_than_the_peak_or_the_memory(name: str, m: int, n: int, k: int) -> None:
+    device = CATALOGUE[name]
+    seconds = operators.gemm_s(device, m, n, k)
+    assert seconds >= 2 * m * n * k / device.flops_per_s
+    assert seconds >= 2 * n * k / device.memory_bytes_per_s
+
+
+@given(devices, st.integers(1, 1024), st.integers(1, 30000))
+def test_longer_contexts_never_decode_faster(name: str, answers: int, context: int) -> None:
+    costs = ServingCost(MODEL, DEMAND).iteration(CATALOGUE[name], 1, 1)
+    assert costs.per_cached_token_s >= MODEL.kv_bytes_per_token / CATALOGUE[name].memory_bytes_per_s
+    assert costs.per_context_s * context + costs.per_cached_token_s * answers > 0
+
+
+def test_the_steady_state_is_what_its_iteration_says() -> None:
+    serving, answers = ServingCost(MODEL, DEMAND), 64
+    iteration = serving.iteration(H800, 2, answers)
+    cached = answers * DEMAND.context
+    seconds = iteration.seconds(answers, cached) + answers / DEMAND.response.mean * iteration.prefill_s
+    assert serving.mean_iteration_s(H800, 2, answers) == pytest.approx(seconds)
+    assert serving.tokens_per_s(H800, 2, answers) == pytest.approx(answers / seconds)
+
+
+@given(devices, st.sampled_from([1, 2, 4]))
+def test_the_cache_holds_what_a_replica_has_in_progress(name: str, ranks: int) -> None:
+    device = CATALOGUE[name]
+    answers = ServingCost(MODEL, DEMAND).most_answers(device, ranks)
+    assert answers * DEMAND.context <= kv_capacity_tokens(MODEL, device, ranks)
+
+
+def test_a_measured_profile_replaces_the_model() -> None:
+    profile = DeviceProfile(
+        device_type="h20",
+        model_key="m",
+        versions_key="v",
+        gemm_flops_per_s=1e12,
+        memory_bytes_per_s=1e11,
+        generation_tokens_per_s={1: 10.0, 16: 100.0},
+        training_tokens_per_s=50.0,
+        publish_s=1.0,
+        load_s=1.0,
+    )
+    serving = ServingCost(MODEL, DEMAND, {"h20": profile})
+    assert serving.tokens_per_s(H20, 1, 16) == pytest.approx(100)
+    assert serving.tokens_per_s(H800, 1, 16) == ServingCost(MODEL, DEMAND).tokens_per_s(H800, 1, 16)
+    cost = TrainingCost(MODEL, DEMAND, CATALOGUE, {"h20": profile})
+    assert cost.step_s(layout("h20", 4), [5e9]) == pytest.approx(DEMAND.tokens_per_step / 200)
+
+
+def test_training_ratio_of_the_paper_is_reproduced() -> None:
+    cost = TrainingCost(MODEL, DEMAND, CATALOGUE)
+    ratio = cost.step_s(layout("h20", 8), [5e9]) / cost.step_s(layout("h800-sxm", 8), [5e9])
+    assert ratio == pytest.approx(8.9, rel=0.05)
+
+
+@given(st.sampled_from([1, 2, 4, 8, 16, 32, 64, 128]))
+def test_packing_never_does_better_than_even(ranks: int) -> None:
+    cost = TrainingCost(MODEL, DEMAND, CATALOGUE)
+    assert cost.imbalance(ranks) >= 1 - 1e-9
+    assert cost.imbalance(ranks) <= ranks
+
+
+def test_a_slower_link_makes_a_slower_step() -> None:
+    cost = TrainingCost(MODEL, DEMAND, CATALOGUE)
+    two = layout("h800-sxm", 16, machines=2)
+    assert cost.step_s(two, [1e9]) > cost.step_s(two, [5e9]) > cost.step_s(two, [50e9])
+    pipeline = TrainingLayout((Stage("h800-sxm", 8, 1, 1), Stage("h20", 8, 1, 1)), 1)
+    assert cost.step_s(pipeline, [5e9, 5e9, 1e9]) > cost.step_s(pipeline, [5e9, 5e9, 2e9])
+    assert sum(cost.layer_shares(pipeline.stages)) == pytest.approx(1)
+    assert not pipeline.runs_today
+    assert layout("h20", 8).runs_today
+
+
+@pytest.mark.parametrize(("zero", "stage", "expected"), [(2, "two", 2 + 18 / 8), (3, "three", 18 / 8)])
+def test_states_match_deepspeeds_own_formula(zero: int, stage: str, expected: float) -> None:
+    """2P + 18P/d at stage 2 and 18P/d + 4·(largest layer) at stage 3; the e2e test asks DeepSpeed itself."""
+    m = training_memory(MODEL, DEMAND, H800, data_ranks=8, tensor_ranks=1, layer_share=1.0, zero=zero)
+    layer = max(MODEL.layer_parameters, MODEL.vocabulary * MODEL.hidden)
+    largest = 4 * layer if zero == 3 else 0
+    assert m.weights + m.gradients + m.optimiser == pytest.approx(expected * MODEL.parameters + largest, rel=1e-6)
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("ranks", [1, 4, 8])
+def test_states_match_deepspeeds_estimators(ranks: int) -> None:
+    from deepspeed.runtime.zero.stage3 import estimate_zero3_model_states_mem_needs
+    from deepspeed.runtime.zero.stage_1_and_2 import estimate_zero2_model_states_mem_needs
+
+    def states(zero: int) -> float:
+        m = training_memory(MODEL, DEMAND, H800, data_ranks=ranks, tensor_ranks=1, layer_share=1.0, zero=zero)
+        return m.weights + m.gradients + m.optimiser
+
+    layer = max(MODEL.layer_parameters, MODEL.vocabulary * MODEL.hidden)
+    _, two = estimate_zero2_model_states_mem_needs(MODEL.parameters, ranks, 1, False, 1.0)
+    _, three, _ = estimate_zero3_model_states_mem_needs(MODEL.parameters, layer, ranks, 1, False, False, False, 1.0)
+    assert states(2) == pytest.approx(two, rel=1e-6)
+    assert states(3) == pytest.approx(three, rel=1e-6)
+
+
+@given(st.integers(0, 2), st.integers(1, 64))
+def test_a_higher_zero_stage_never_needs_more_states(zero: int, ranks: int) -> None:
+    def states(stage: int) -> float:
+        m = training_memory(MODEL, DEMAND, H800, data_ranks=ranks, tensor_ranks=1, layer_share=1.0, zero=stage)
+        gathered = 4 * max(MODEL.layer_parameters, MODEL.vocabulary * MODEL.hidden) if stage == 3 else 0
+        return m.weights + m.gradients + m.optimiser - gathered
+
+    assert states(zero + 1) <= states(zero) * (1 + 1e-9)
+
+
+def test_memory_names_every_part_and_a_micro_batch_holds_the_longest_answer() -> None:
+    m = training_memory(MODEL, DEMAND, H800, data_ranks=8, tensor_ranks=1, layer_share=1.0, zero=3)
+    assert m.fits
+    assert m.total == m.weights + m.gradients + m.optimiser + m.activations + m.kv + m.workspace
+    assert micro_batch_tokens(DEMAND, 8) >= 27648
+    assert 20 * GIB < m.total < 72 * GIB
+
+
+def test_sync_modes_cost_what_their_formulas_say() -> None:
+    topology = read_cluster(DEPLOYMENTS / "clusters" / "paper-h800-8-h20-48.yaml")
+    trainer, *others = topology.nodes
+    weights = MODEL.weight_bytes
+    blocking = sync_of("blocking", topology, [trainer], others, weights)
+    assert blocking.pause_s == pytest.approx(6 * weights / 1.5e9)
+    tree = sync_of("tree", topology, [trainer], others, weights)
+    assert tree.pause_s == pytest.approx(weights / 1.5e9 + weights / 5e9)
+    overlapped = sync_of("overlapped", topology, [trainer], others, weights)
+    assert (overlapped.transfer_s, overlapped.pause_s) == (tree.pause_s, pytest.approx(weights / 450e9))
+    assert sync_of("storage", topology, [trainer], others, weights).pause_s == storage_s(topology.storage, weights)
