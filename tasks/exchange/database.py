@@ -141,7 +141,7 @@ def _sqlite_engine(url: URL, begin: str) -> Engine:
         connection.execute("PRAGMA foreign_keys = ON")
         # FULL, not NORMAL: in WAL mode NORMAL survives a SIGKILL, but a power cut may undo the last commits. The files
         # that the ledger speaks of are synced before they are recorded, and a checkpoint that outlives the record of
-        # what it consumed would let groups be used twice. It costs one fsync (a few ms) per transaction that changes a row.
+        # what it consumed would let groups be used twice. Costs one fsync (a few ms) per transaction that changes rows.
         connection.execute("PRAGMA synchronous = FULL")
 
     @event.listens_for(engine, "begin")

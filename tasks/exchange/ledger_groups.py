@@ -174,13 +174,14 @@ class Groups(Database):
         Args:
             run_id: the run.
             step: steps behind the checkpoint.
-            actor: the trainer that resumes, whose fence is checked; None where no trainer can be alive.
+            actor: the trainer or supervisor that decides it, whose fence is checked; None for a person, who does
+                so only while no actor is alive.
 
         Returns:
             The new lineage.
 
         Raises:
-            Fenced: this trainer is no longer current.
+            Fenced: this actor is no longer current.
             UserError: the ledger has not seen the steps before `step`.
         """
         with self.write(run_id) as connection:

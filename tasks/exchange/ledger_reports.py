@@ -171,4 +171,4 @@ class Reports(Database):
 
 def _counts(connection: Connection, column: Column[str], *conditions: ColumnElement[bool]) -> dict[str, int]:
     rows = connection.execute(select(column, func.count()).where(*conditions).group_by(column))
-    return dict(rows.tuples().all())
+    return {row[0]: row[1] for row in rows}

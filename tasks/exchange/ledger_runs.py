@@ -70,6 +70,13 @@ class Runs(Database):
             run_of(connection, run_id)
             connection.execute(update(runs).where(runs.c.run_id == run_id).values(state=state))
 
+    def reopen_run(self, run_id: str, flow_run_id: str | None) -> None:
+        """Say that an unfinished run is running again, now under another Prefect flow run."""
+        with self.write(run_id) as connection:
+            run_of(connection, run_id)
+            values = {"state": "running", "flow_run_id": flow_run_id}
+            connection.execute(update(runs).where(runs.c.run_id == run_id).values(**values))
+
     def set_mlflow_run(self, run_id: str, mlflow_run_id: str) -> None:
         """Name the MLflow run that tracks this run."""
         with self.write(run_id) as connection:
