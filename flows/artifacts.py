@@ -1,0 +1,134 @@
+"""What a person sees of a run in the Prefect UI: plan, profiles, progress, the link to MLflow, and the result."""
+
+import logging
+import os
+import time
+from collections.abc import Mapping
+from typing import Any
+from uuid import UUID
+
+import httpx
+from prefect import runtime
+from prefect.artifacts import (
+    create_link_artifact,
+    create_markdown_artifact,
+    create_progress_artifact,
+    create_table_artifact,
+    update_progress_artifact,
+)
+from prefect.client.orchestration import get_client
+from prefect.exceptions import PrefectException
+
+from flows.context import RunContext
+from planners.plan import Placement, Plan
+from planners.profile import DeviceProfile
+from tasks.exchange.ledger import Progress
+from tasks.tracking import Tracker
+
+_PROGRESS_EVERY_S = 15.0
+_log = logging.getLogger(__name__)
+
+
+def name_flow_run(run: RunContext) -> None:
+    """Give the flow run the run's id as its name, and the experiment's tags."""
+    tags = ["hexflow", *(f"{key}:{value}" for key, value in sorted(run.experiment.tracking.tags.items()))]
+    with get_client(sync_client=True) as client:
+        client.update_flow_run(UUID(runtime.flow_run.id), name=run.run_id, tags=tags)
+
+
+def show_tracking(tracker: Tracker) -> None:
+    """Link to the MLflow run, where there is one with a page."""
+    uri = os.environ.get("MLFLOW_TRACKING_URI", "")
+    if tracker.run_id and uri.startswith("http"):
+        create_link_artifact(
+            link=f"{uri}/#/experiments/{tracker.experiment_id}/runs/{tracker.run_id}",
+            link_text="This run in MLflow",
+            key="mlflow-run",
+            description="Metrics, parameters and files of this run.",
+        )
+
+
+def show_profiles(profiles: Mapping[str, DeviceProfile]) -> None:
+    """Table of the measured rates."""
+    rows = [
+        {
+            "device type": profile.device_type,
+            "GEMM GFLOP/s": round(profile.gemm_flops_per_s / 1e9, 1),
+            "memory GB/s": round(profile.memory_bytes_per_s / 1e9, 1),
+            "generation tokens/s (by answers in flight)": ", ".join(
+                f"{rate:.1f} ({concurrency})" for concurrency, rate in sorted(profile.generation_tokens_per_s.items())
+            ),
+            "training tokens/s": round(profile.training_tokens_per_s, 1),
+            "publish s": round(profile.publish_s, 2),
+            "load s": round(profile.load_s, 2),
+        }
+        for profile in profiles.values()
+    ]
+    create_table_artifact(rows, key="profiles", description="Measured on one device of each type.")
+
+
+def show_plan(plan: Plan) -> None:
+    """The plan's placements, the splits that were considered, and why this one."""
+    create_table_artifact(
+        [_placement_row(placement) for placement in (plan.training, *plan.replicas)],
+        key="plan",
+        description=f"Predicted step: {plan.step_s:.1f} s, {plan.throughput_tokens_per_s:.1f} response tokens/s.",
+    )
+    create_table_artifact(
+        [
+            {
+                "trains": f"{candidate.train_devices} × {candidate.train_type}",
+                "generates": ", ".join(f"{count} × {name}" for name, count in candidate.rollout_devices.items()),
+                "training s": round(candidate.train_s, 2),
+                "rollout s": round(candidate.rollout_s, 2),
+                "step s": round(candidate.step_s, 2),
+            }
+            for candidate in plan.candidates
+        ],
+        key="plan-candidates",
+        description="Every split of the devices, best first; seconds per training step.",
+    )
+    create_markdown_artifact(plan.explanation, key="plan-explanation", description="Why this split.")
+
+
+def show_summary(summary: Mapping[str, Any]) -> None:
+    """The run's result as a table."""
+    rows = [{"figure": key, "value": str(value)} for key, value in summary.items()]
+    create_table_artifact(rows, key="summary", description=f"Run {summary['run_id']}: {summary['status']}.")
+
+
+def _placement_row(placement: Placement) -> dict[str, Any]:
+    return {
+        "role": placement.role,
+        "slot": placement.slot,
+        "machine": placement.machine,
+        "device type": placement.device_type,
+        "devices": ", ".join(map(str, placement.devices)),
+        "answers in flight": placement.concurrency or "",
+    }
+
+
+class ProgressArtifact:
+    """The run's progress bar; at most one call in 15 s, and none that could stop the run."""
+
+    def __init__(self, run_id: str) -> None:
+        self._run_id = run_id
+        self._artifact_id: UUID | None = None
+        self._updated = float("-inf")
+
+    def __call__(self, progress: Progress) -> None:
+        """Show this progress, unless it was shown just now."""
+        is_last = progress.step >= progress.steps
+        if time.monotonic() - self._updated < _PROGRESS_EVERY_S and not is_last:
+            return
+        self._updated = time.monotonic()
+        percent = 100.0 * progress.step / progress.steps
+        try:
+            if self._artifact_id is None:
+                self._artifact_id = create_progress_artifact(
+                    percent, key="progress", description=f"Training steps of {self._run_id}."
+                )
+            else:
+                update_progress_artifact(self._artifact_id, percent)
+        except (httpx.HTTPError, PrefectException):
+            _log.warning("the Prefect server did not take the progress", exc_info=True)

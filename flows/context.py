@@ -1,0 +1,93 @@
+"""What every part of one run shares, and how a run is opened: new, or resumed from its last checkpoint."""
+
+import secrets
+import time
+from dataclasses import dataclass
+
+from planners.errors import UserError
+from tasks.exchange.files import write_json
+from tasks.exchange.layout import RunDirectory
+from tasks.exchange.ledger import Ledger, RunRow
+from tasks.experiment import Experiment
+from tasks.settings import Settings, load_settings
+from tasks.training.checkpoints import latest_checkpoint
+
+
+@dataclass(frozen=True)
+class RunContext:
+    """One run, as the flow that owns it sees it.
+
+    `resume_step` is None for a new run, else the step its trainer continues from.
+    """
+
+    run_id: str
+    experiment: Experiment
+    directory: RunDirectory
+    ledger: Ledger
+    settings: Settings
+    resume_step: int | None
+    mlflow_run_id: str | None
+
+
+def open_run(experiment: Experiment, resume: str | None, flow_run_id: str | None) -> RunContext:
+    """Create a run, or take up `resume` under the experiment it was started with.
+
+    A flow run that Prefect starts a second time takes up the run it has begun before; actors of the first start that
+    are still alive are fenced.
+
+    Raises:
+        UserError: `resume` names no run, or one that is still running or already complete.
+    """
+    settings = load_settings()
+    settings.home.mkdir(parents=True, exist_ok=True)
+    ledger = Ledger(settings.ledger_url)
+    begun = ledger.find_run(flow_run_id=flow_run_id) if flow_run_id else None
+    if begun is not None:
+        for actor in ledger.actors(begun.run_id):
+            ledger.fence(begun.run_id, actor.role, actor.slot)
+        return _reopen_run(begun, settings, ledger, flow_run_id)
+    if resume is None:
+        return _create_run(experiment, settings, ledger, flow_run_id)
+    run = ledger.find_run(run_id=resume)
+    if run is None:
+        known = ", ".join(run.run_id for run in ledger.list_runs()[-5:]) or "none"
+        raise UserError(f"There is no run {resume} to resume; the latest runs are: {known}.")
+    return _reopen_run(run, settings, ledger, flow_run_id)
+
+
+def _create_run(experiment: Experiment, settings: Settings, ledger: Ledger, flow_run_id: str | None) -> RunContext:
+    run_id = f"{experiment.run.name}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+    directory = RunDirectory(settings.runs / run_id)
+    directory.create()
+    write_json(directory.experiment, experiment.model_dump(mode="json"))
+    workload = experiment.workload
+    ledger.create_run(
+        run_id,
+        prompts_per_step=workload.prompts_per_step,
+        max_staleness=workload.max_staleness,
+        steps=experiment.run.steps,
+        max_attempts_per_prompt=experiment.rollout.max_attempts_per_prompt,
+        flow_run_id=flow_run_id,
+    )
+    ledger.request_evaluation(run_id, "before", 0)
+    return RunContext(run_id, experiment, directory, ledger, settings, resume_step=None, mlflow_run_id=None)
+
+
+def _reopen_run(run: RunRow, settings: Settings, ledger: Ledger, flow_run_id: str | None) -> RunContext:
+    directory = RunDirectory(settings.runs / run.run_id)
+    if run.state == "completed":
+        raise UserError(f"Run {run.run_id} is complete: there is nothing to resume. Start a new run instead.")
+    if not directory.experiment.exists():
+        raise UserError(f"Run {run.run_id} cannot be resumed: its directory {directory.root} is gone.")
+    experiment = Experiment.model_validate_json(directory.experiment.read_text())
+    deadline_s = experiment.run.heartbeat_deadline_s
+    if any(
+        actor.state in ("starting", "running") and actor.silent_s < deadline_s for actor in ledger.actors(run.run_id)
+    ):
+        raise UserError(
+            f"Run {run.run_id} is still being worked on: cancel it first, or wait {deadline_s:.0f} s after a crash."
+        )
+    step = latest_checkpoint(directory) or 0
+    ledger.reopen_run(run.run_id, flow_run_id)
+    ledger.resume_from(run.run_id, step)
+    return RunContext(run.run_id, experiment, directory, ledger, settings, step, run.mlflow_run_id)

@@ -1,0 +1,101 @@
+"""Flow `evaluate`: accuracy on the held-out questions, of the untrained model or of a run's weights."""
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from prefect import flow
+from prefect.artifacts import create_table_artifact
+
+from flows.children import run_until_it_ends
+from flows.planning import discover, prepare
+from planners.cluster import Machine
+from planners.errors import UserError
+from planners.plan import Placement
+from tasks.exchange.layout import RunDirectory
+from tasks.exchange.ledger import Ledger
+from tasks.experiment import Experiment
+from tasks.settings import load_settings
+
+
+@flow(name="evaluate", flow_run_name="evaluate-{experiment.run.name}", log_prints=True)
+def evaluate(experiment: Experiment = Experiment(), run: str | None = None) -> dict[str, Any]:
+    """Evaluate on the held-out questions, greedily and sampled.
+
+    Args:
+        experiment: Model, data, prompt and reward; ignored where `run` names a run, which has its own.
+        run: Run whose newest weights are evaluated; empty: the experiment's model as it is.
+    """
+    settings = load_settings()
+    if run is not None:
+        experiment = run_experiment(RunDirectory(settings.runs / run), run)
+    model_path = prepare(experiment)
+    weights_path = Path(model_path) if run is None else newest_weights(Ledger(settings.ledger_url), run)
+    placement = evaluation_placement(discover(experiment), experiment)
+    with tempfile.TemporaryDirectory() as scratch:
+        out = Path(scratch) / "rewards.json"
+        argv = [sys.executable, "-m", "tasks.rollout.evaluate", "--experiment", experiment.model_dump_json()]
+        argv += ["--model-path", model_path, "--weights-path", str(weights_path)]
+        argv += ["--kind", placement.kind, "--out", str(out)]
+        run_until_it_ends(argv, placement, settings.logs / "evaluate.log")
+        rewards = json.loads(out.read_text())
+    result = {
+        "weights": run or experiment.model.source,
+        "greedy": fmean(rewards["greedy"]),
+        "sampled": fmean([fmean(samples) for samples in rewards["sampled"]]),
+        "questions": len(rewards["greedy"]),
+    }
+    create_table_artifact([result], key="evaluation", description="Mean reward on the held-out questions.")
+    print(result)
+    return result
+
+
+def run_experiment(directory: RunDirectory, run_id: str) -> Experiment:
+    """The experiment that a run was started with.
+
+    Raises:
+        UserError: there is no such run.
+    """
+    if not directory.experiment.exists():
+        raise UserError(f"There is no run {run_id} in {directory.root.parent}: `hexflow runs` lists them.")
+    return Experiment.model_validate_json(directory.experiment.read_text())
+
+
+def newest_weights(ledger: Ledger, run_id: str) -> Path:
+    """Directory of the newest weights of a run.
+
+    Raises:
+        UserError: the run published none, or they are gone.
+    """
+    latest = ledger.latest_version(run_id)
+    path = None if latest is None else RunDirectory(load_settings().runs / run_id).weights_path(*latest)
+    if path is None or not path.exists():
+        raise UserError(f"Run {run_id} has no weights to evaluate: it published none, or they were deleted.")
+    return path
+
+
+def evaluation_placement(machine: Machine, experiment: Experiment) -> Placement:
+    """All devices of one allowed type on CPUs, one GPU where there are GPUs."""
+    allowed = [
+        device
+        for device in machine.devices
+        if experiment.cluster.device_types is None or device.device_type in experiment.cluster.device_types
+    ]
+    if not allowed:
+        raise UserError(
+            f"cluster.device_types {experiment.cluster.device_types} leaves no device of {machine.name}, which has "
+            f"{', '.join(machine.count_by_type())}."
+        )
+    first = allowed[0]
+    same = [device.index for device in allowed if device.device_type == first.device_type]
+    return Placement(
+        role="rollout",
+        slot=0,
+        machine=machine.name,
+        device_type=first.device_type,
+        kind=first.kind,
+        devices=tuple(same if first.kind == "cpu" else same[:1]),
+    )

@@ -1,0 +1,94 @@
+"""Starts placements as sub-deployments: `train/<device type>` and `rollout/<device type>` on the machine's queue."""
+
+import logging
+import time
+from collections.abc import Mapping
+from uuid import UUID
+
+import httpx
+from prefect.client.orchestration import SyncPrefectClient
+from prefect.client.schemas.objects import WorkerStatus
+from prefect.deployments import run_deployment
+from prefect.exceptions import ObjectNotFound, PrefectException
+from prefect.states import Cancelling
+
+from flows.supervisor import RunFailed
+from planners.plan import Placement
+
+_WORKER_DEADLINE_S = 60.0
+_STATE_MAX_AGE_S = 3.0
+_log = logging.getLogger(__name__)
+
+
+class PrefectLauncher:
+    """Launches through the Prefect server; keeps what it last heard of each flow run while the server is away."""
+
+    def __init__(self, client: SyncPrefectClient, run_id: str, model_path: str, environment: Mapping[str, str]) -> None:
+        self._client = client
+        self._run_id = run_id
+        self._model_path = model_path
+        self._environment = dict(environment)
+        self._ended: dict[str, tuple[float, bool]] = {}
+
+    def start(self, placement: Placement, resume_step: int | None) -> str:
+        """Start the placement's flow; see `Launcher.start`.
+
+        Raises:
+            RunFailed: no worker polls the pool.
+        """
+        self._wait_for_worker(placement.device_type)
+        parameters: dict[str, object] = {
+            "run_id": self._run_id,
+            "model_path": self._model_path,
+            "placement": placement.model_dump(mode="json"),
+        }
+        if placement.role == "train":
+            parameters["resume_step"] = resume_step
+        flow_run = run_deployment(
+            f"{placement.role}/{placement.device_type}",
+            parameters=parameters,
+            work_queue_name=placement.machine,
+            job_variables={"env": self._environment},
+            tags=["hexflow", f"run:{self._run_id}"],
+            timeout=0,
+            as_subflow=True,
+        )
+        return str(flow_run.id)
+
+    def cancel(self, flow_run_id: str) -> None:
+        """Ask for cancellation; see `Launcher.cancel`."""
+        if self.has_ended(flow_run_id):
+            return
+        try:
+            self._client.set_flow_run_state(UUID(flow_run_id), Cancelling(), force=True)
+        except (httpx.HTTPError, PrefectException):
+            _log.warning("flow run %s could not be cancelled now", flow_run_id, exc_info=True)
+
+    def has_ended(self, flow_run_id: str) -> bool:
+        """Whether the flow run is over, asked at most every few seconds; see `Launcher.has_ended`."""
+        asked, ended = self._ended.get(flow_run_id, (0.0, False))
+        if ended or time.monotonic() - asked < _STATE_MAX_AGE_S:
+            return ended
+        try:
+            state = self._client.read_flow_run(UUID(flow_run_id)).state
+            ended = state is not None and state.is_final()
+        except ObjectNotFound:
+            ended = True
+        except (httpx.HTTPError, PrefectException):
+            _log.warning("the Prefect server did not tell the state of flow run %s", flow_run_id)
+        self._ended[flow_run_id] = (time.monotonic(), ended)
+        return ended
+
+    def _wait_for_worker(self, pool: str) -> None:
+        """A flow run in a pool that nobody polls would wait for ever."""
+        deadline = time.monotonic() + _WORKER_DEADLINE_S
+        while True:
+            workers = self._client.read_workers_for_work_pool(pool)
+            if any(worker.status == WorkerStatus.ONLINE for worker in workers):
+                return
+            if time.monotonic() > deadline:
+                raise RunFailed(
+                    f"No worker of the work pool '{pool}' has been online for {_WORKER_DEADLINE_S:.0f} s: "
+                    "start it with `hexflow up`."
+                )
+            time.sleep(1.0)

@@ -1,0 +1,117 @@
+"""Flow `rl`, the whole run: discover → profile → plan → train and roll out → evaluate → report."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from prefect import flow, runtime
+from prefect.client.orchestration import get_client
+from prefect.exceptions import TerminationSignal
+
+from flows.artifacts import ProgressArtifact, name_flow_run, show_plan, show_summary, show_tracking
+from flows.context import RunContext, open_run
+from flows.launcher import PrefectLauncher
+from flows.planning import discover, make_plan, measure, prepare
+from flows.supervisor import Supervisor
+from planners.plan import Plan
+from tasks.exchange.files import write_atomic
+from tasks.exchange.heartbeat import Heartbeat
+from tasks.experiment import Experiment
+from tasks.report import write_report
+from tasks.tracking import Tracker
+
+
+@flow(name="rl", flow_run_name="rl-{experiment.run.name}", log_prints=True)
+def rl(experiment: Experiment = Experiment(), resume: str | None = None) -> dict[str, Any]:
+    """Improve a language model by asynchronous reinforcement learning with verifiable rewards.
+
+    Args:
+        experiment: Everything that decides the run; the defaults are the laptop run.
+        resume: Id of an unfinished run to continue from its last checkpoint, under the experiment it was started with.
+    """
+    run = open_run(experiment, resume, runtime.flow_run.id)
+    print(f"run {run.run_id} in {run.directory.root}")
+    name_flow_run(run)
+    with owned(run) as tracker:
+        show_tracking(tracker)
+        model_path = prepare(run.experiment)
+        machine = discover(run.experiment)
+        profiles = measure(run.experiment, machine, model_path)
+        plan = make_plan(run.experiment, machine, profiles)
+        record_plan(run, plan, tracker)
+        try:
+            train_and_roll_out(run, plan, model_path, tracker)
+        finally:
+            summary = report(run, plan, tracker)
+    return summary
+
+
+@contextmanager
+def owned(run: RunContext) -> Iterator[Tracker]:
+    """The run's MLflow parent run; on a failure or a cancellation, ledger and MLflow both learn of it."""
+    tracker = Tracker.parent(
+        os.environ.get("MLFLOW_TRACKING_URI"),
+        run.experiment.tracking.experiment,
+        run.run_id,
+        run.experiment.model_dump(mode="json"),
+        {**run.experiment.tracking.tags, "hexflow.run": run.run_id},
+        run_id=run.mlflow_run_id,
+    )
+    if tracker.run_id:
+        run.ledger.set_mlflow_run(run.run_id, tracker.run_id)
+    try:
+        yield tracker
+    except TerminationSignal:
+        run.ledger.set_run_state(run.run_id, "cancelled")
+        tracker.finish("KILLED")
+        raise
+    except BaseException:
+        run.ledger.set_run_state(run.run_id, "failed")
+        tracker.finish("FAILED")
+        raise
+    tracker.finish("FINISHED")
+
+
+def record_plan(run: RunContext, plan: Plan, tracker: Tracker) -> None:
+    """Keep the plan with the run and as a plan epoch in the ledger, and show it."""
+    text = plan.model_dump_json(indent=2)
+    write_atomic(run.directory.plan, text.encode())
+    run.ledger.add_plan_epoch(run.run_id, text)
+    tracker.log_artifact(run.directory.experiment)
+    tracker.log_artifact(run.directory.plan)
+    tracker.log({"plan/predicted_step_s": plan.step_s, "plan/predicted_rollout_s": plan.rollout_s}, step=0)
+    show_plan(plan)
+
+
+def train_and_roll_out(run: RunContext, plan: Plan, model_path: str, tracker: Tracker) -> None:
+    """Run the plan's actors until the last step is trained and evaluated; none is left on any way out."""
+    environment = {**run.settings.environment(), "HEXFLOW_MLFLOW_RUN": tracker.run_id or ""}
+    actor = run.ledger.register(run.run_id, "supervisor", 0, os.getpid(), plan.training.machine)
+    heartbeat = Heartbeat(run.ledger, actor, leaves_with_run=False).start()
+    heartbeat.report("running")
+    with get_client(sync_client=True) as client:
+        launcher = PrefectLauncher(client, run.run_id, model_path, environment)
+        supervisor = Supervisor(run, plan, launcher, ProgressArtifact(run.run_id))
+        state = "failed"
+        try:
+            supervisor.run()
+            state = "completed"
+        except TerminationSignal:
+            state = "cancelled"
+            raise
+        finally:
+            run.ledger.set_run_state(run.run_id, state)
+            supervisor.end_children()
+            heartbeat.stop()
+            run.ledger.finish(actor, "done")
+
+
+def report(run: RunContext, plan: Plan, tracker: Tracker) -> dict[str, Any]:
+    """Write the run's summary and curves, and show them."""
+    summary = write_report(run.directory, run.ledger, run.run_id, plan)
+    tracker.log({"plan/measured_step_s": summary["step_s_measured"] or float("nan")}, step=0)
+    tracker.log_artifact(run.directory.summary)
+    tracker.log_artifact(run.directory.curves)
+    show_summary(summary)
+    return summary

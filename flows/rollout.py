@@ -1,0 +1,26 @@
+"""Flow `rollout`: one replica on the devices of this worker's machine, until its run is over."""
+
+import sys
+from pathlib import Path
+
+from prefect import flow
+
+from flows.children import run_until_it_ends
+from planners.plan import Placement
+from tasks.exchange.layout import RunDirectory
+from tasks.settings import load_settings
+
+
+@flow(name="rollout", flow_run_name="rollout-{run_id}-{placement.slot}")
+def rollout(run_id: str, model_path: str, placement: Placement) -> None:
+    """Serve one rollout replica.
+
+    Args:
+        run_id: Run that the replica joins.
+        model_path: Prepared model directory.
+        placement: Devices and concurrency, as the plan has them.
+    """
+    log = RunDirectory(load_settings().runs / run_id).logs / f"replica-{placement.slot}.log"
+    argv = [sys.executable, "-m", "tasks.rollout.worker", "--run", run_id]
+    argv += ["--model-path", str(Path(model_path)), "--placement", placement.model_dump_json()]
+    run_until_it_ends(argv, placement, log)

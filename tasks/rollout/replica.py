@@ -1,0 +1,261 @@
+"""One rollout replica: leases prompts within the staleness gate, answers and scores them, and follows new weights.
+
+Invariants: a group is leased only under the version the engine has loaded; its payload lies complete on shared storage
+before the ledger calls it scored; an aborted or unusable group is dropped in the ledger, so that its place is given
+out again.
+"""
+
+import asyncio
+import logging
+import time
+from dataclasses import dataclass, field
+from statistics import fmean
+
+from tasks.exchange.layout import RunDirectory
+from tasks.exchange.ledger import Actor, Lease, Ledger
+from tasks.exchange.trajectories import Group, Trajectory, save_group
+from tasks.exchange.weights import verify_weights
+from tasks.experiment import Experiment
+from tasks.rollout.answering import Answerer
+from tasks.rollout.engine import Engine
+from tasks.rollout.evaluation import evaluate
+from tasks.rollout.prompts import PromptSource
+from tasks.tracking import Tracker
+
+_POLL_S = 0.2
+_log = logging.getLogger(__name__)
+
+
+@dataclass
+class ReplicaParts:
+    """What a replica works with; `concurrency` is the number of answers in flight that the plan allows."""
+
+    experiment: Experiment
+    ledger: Ledger
+    actor: Actor
+    run: RunDirectory
+    engine: Engine
+    answerer: Answerer
+    prompts: PromptSource
+    tracker: Tracker
+    concurrency: int
+
+
+@dataclass
+class _Activity:
+    """What the replica did since it last reported: for the overlap and wait shares."""
+
+    busy_since: float | None = None
+    idle_since: float | None = field(default_factory=time.monotonic)
+    response_tokens: int = 0
+    reported: float = field(default_factory=time.monotonic)
+    wait_s: float = 0.0
+
+
+class Replica:
+    """Runs until `leave` is called; any error ends it, and the supervisor starts another attempt."""
+
+    def __init__(self, parts: ReplicaParts) -> None:
+        self._p = parts
+        self._workload = parts.experiment.workload
+        self._in_flight: dict[int, Lease] = {}
+        self._changed = asyncio.Event()
+        self._leaving = asyncio.Event()
+        self._weights_stay = asyncio.Lock()
+        self._draining = False
+        self._activity = _Activity()
+
+    def leave(self) -> None:
+        """Stop leasing and let `run` return; groups in flight are dropped."""
+        self._leaving.set()
+        self._changed.set()
+
+    async def run(self) -> None:
+        """Serve until `leave`."""
+        async with asyncio.TaskGroup() as tasks:
+            background = [tasks.create_task(self._follow_versions()), tasks.create_task(self._report_activity())]
+            groups: set[asyncio.Task[None]] = set()
+            while not self._leaving.is_set():
+                if await self._evaluate_if_asked():
+                    continue
+                lease = await self._lease()
+                if lease is None:
+                    await self._wait_for_change()
+                    continue
+                self._begin(lease)
+                task = tasks.create_task(self._answer(lease))
+                groups.add(task)
+                task.add_done_callback(groups.discard)
+            await self._abort([*self._in_flight])
+            if groups:
+                await asyncio.wait(groups)
+            for task in background:
+                task.cancel()
+        self._flush_activity()
+
+    # Leasing and answering
+
+    async def _lease(self) -> Lease | None:
+        answers = len(self._in_flight) * self._workload.group_size
+        if self._draining or (self._in_flight and answers + self._workload.group_size > self._p.concurrency):
+            return None
+        async with self._weights_stay:
+            return await asyncio.to_thread(self._p.ledger.lease_group, self._p.actor, self._p.engine.loaded[1])
+
+    def _begin(self, lease: Lease) -> None:
+        if not self._in_flight:
+            self._mark_busy()
+        self._in_flight[lease.group_id] = lease
+
+    async def _answer(self, lease: Lease) -> None:
+        item = self._p.prompts.item(lease.prompt_index)
+        prompt_ids = self._p.prompts.encode(item)
+        trajectories = await self._p.answerer.answer_group(
+            _name(lease.group_id), item, prompt_ids, self._workload.group_size
+        )
+        await asyncio.to_thread(self._hand_over, lease, tuple(prompt_ids), trajectories)
+        del self._in_flight[lease.group_id]
+        if not self._in_flight:
+            self._mark_idle()
+        self._changed.set()
+
+    def _hand_over(
+        self, lease: Lease, prompt_ids: tuple[int, ...], trajectories: tuple[Trajectory, ...] | None
+    ) -> None:
+        ledger, actor = self._p.ledger, self._p.actor
+        if trajectories is None:
+            ledger.drop_group(actor, lease.group_id, "aborted")
+            return
+        group = Group(lease.group_id, lease.prompt_index, prompt_ids, trajectories)
+        if not group.usable:
+            ledger.drop_group(actor, lease.group_id, "too_few_scored")
+            return
+        save_group(self._p.run.group_path(lease.group_id), group)
+        outcomes = [trajectory.outcome.value for trajectory in trajectories]
+        tokens = sum(len(trajectory.token_ids) for trajectory in trajectories)
+        ledger.complete_group(
+            actor,
+            lease.group_id,
+            oldest_version=group.oldest_version,
+            newest_version=group.newest_version,
+            reward_mean=fmean([trajectory.reward for trajectory in group.trained]),
+            counts={outcome: outcomes.count(outcome) for outcome in sorted(set(outcomes))},
+            response_tokens=tokens,
+        )
+        self._activity.response_tokens += tokens
+
+    async def _abort(self, group_ids: list[int]) -> None:
+        await self._p.engine.abort(
+            [f"{_name(group_id)}-{number}" for group_id in group_ids for number in range(self._workload.group_size)]
+        )
+
+    async def _wait_for_change(self) -> None:
+        self._changed.clear()
+        try:
+            await asyncio.wait_for(self._changed.wait(), timeout=_POLL_S)
+        except TimeoutError:
+            return
+
+    # Weights
+
+    async def _follow_versions(self) -> None:
+        while True:
+            latest = await asyncio.to_thread(self._p.ledger.latest_version, self._p.actor.run_id)
+            if latest is not None and latest != self._p.engine.loaded:
+                await self._load(*latest)
+                self._changed.set()
+            await asyncio.sleep(_POLL_S)
+
+    async def _load(self, lineage: int, number: int) -> None:
+        ledger, actor = self._p.ledger, self._p.actor
+        path = self._p.run.weights_path(lineage, number)
+        claimed = await asyncio.to_thread(ledger.claim_version, actor, lineage, number)
+        if not claimed or not path.exists():
+            return  # superseded before the claim, or not visible here yet: the next poll asks again
+        await asyncio.to_thread(verify_weights, path)
+        if lineage != self._p.engine.loaded[0]:
+            # The trainer went back to a checkpoint: tokens of versions above it come from a policy that is no more.
+            await self._abort([*self._in_flight])
+        in_flight = self._p.experiment.rollout.on_new_version
+        self._draining = in_flight == "drain"
+        started = time.monotonic()
+        async with self._weights_stay:
+            await self._p.engine.load(lineage, number, path, in_flight)
+            await asyncio.to_thread(ledger.set_loaded, actor, lineage, number)
+        self._draining = False
+        load_s = time.monotonic() - started
+        await asyncio.to_thread(ledger.record_span, actor, "load", load_s)
+        await self._abort([lease.group_id for lease in self._in_flight.values() if self._is_late(lease, number)])
+        self._track(number, load_s)
+
+    def _is_late(self, lease: Lease, number: int) -> bool:
+        return number > lease.version + self._workload.max_staleness
+
+    # Evaluation
+
+    async def _evaluate_if_asked(self) -> bool:
+        async with self._weights_stay:
+            request = await asyncio.to_thread(self._p.ledger.claim_evaluation, self._p.actor, self._p.engine.loaded[1])
+            if request is None:
+                return False
+            _log.info("evaluating version %d (%s)", request.version, request.purpose)
+            items = self._p.prompts.heldout()
+            result = await evaluate(
+                self._p.answerer,
+                items,
+                [self._p.prompts.encode(item) for item in items],
+                self._p.experiment.run.evaluation_samples,
+                self._p.concurrency,
+            )
+            await asyncio.to_thread(self._p.ledger.record_evaluation, self._p.actor, request.purpose, result.as_json())
+        # The time went into the evaluation, not into waiting for the trainer.
+        self._activity.idle_since = time.monotonic() if not self._in_flight else None
+        return True
+
+    # Activity
+
+    def _mark_busy(self) -> None:
+        now = time.monotonic()
+        if self._activity.idle_since is not None:
+            self._record("wait", now - self._activity.idle_since)
+            self._activity.wait_s += now - self._activity.idle_since
+        self._activity.idle_since, self._activity.busy_since = None, now
+
+    def _mark_idle(self) -> None:
+        now = time.monotonic()
+        if self._activity.busy_since is not None:
+            self._record("busy", now - self._activity.busy_since)
+        self._activity.busy_since, self._activity.idle_since = None, now
+
+    def _flush_activity(self) -> None:
+        """Close the span under way and open the next of its kind, so that a crash loses little of the record."""
+        if self._activity.busy_since is not None:
+            self._mark_idle()
+            self._mark_busy()
+
+    def _record(self, kind: str, seconds: float) -> None:
+        if seconds > 0.01:
+            self._p.ledger.record_span(self._p.actor, kind, seconds)
+
+    async def _report_activity(self) -> None:
+        while True:
+            await asyncio.sleep(5.0)
+            self._flush_activity()
+
+    def _track(self, version: int, load_s: float) -> None:
+        now = time.monotonic()
+        elapsed_s = now - self._activity.reported
+        self._p.tracker.log(
+            {
+                "throughput/response_tokens_per_s": self._activity.response_tokens / elapsed_s,
+                "wait/rollouts_for_trainer": self._activity.wait_s / elapsed_s,
+                "weights/load_s": load_s,
+                "rollout/groups_in_flight": float(len(self._in_flight)),
+            },
+            step=version,
+        )
+        self._activity.response_tokens, self._activity.wait_s, self._activity.reported = 0, 0.0, now
+
+
+def _name(group_id: int) -> str:
+    return f"group-{group_id}"

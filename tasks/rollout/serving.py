@@ -1,0 +1,64 @@
+"""Everything that answers prompts, opened together and ended together: engine, scoring processes, prompts."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from tasks.experiment import Experiment
+from tasks.rollout.answering import Answerer
+from tasks.rollout.engine import Sampling
+from tasks.rollout.prompts import PromptSource
+from tasks.rollout.scoring import ScoringPool
+from tasks.rollout.vllm_engine import VllmEngine
+from tasks.settings import load_settings
+
+
+@dataclass(frozen=True)
+class AnsweringSetup:
+    """Which weights to serve, and how.
+
+    `model_path` has the tokenizer; `weights_path` is the same directory or a version of (`lineage`, `number`).
+    """
+
+    model_path: Path
+    weights_path: Path
+    lineage: int
+    number: int
+    replica: str
+    kind: Literal["cuda", "cpu"]
+    concurrency: int
+    seed: int
+
+
+@asynccontextmanager
+async def open_answerer(experiment: Experiment, setup: AnsweringSetup) -> AsyncIterator[tuple[Answerer, PromptSource]]:
+    """An answerer under the experiment's sampling and reward, and the prompts it is asked."""
+    from transformers import AutoTokenizer  # seconds to import, and only a process that serves needs it
+
+    tokenizer = AutoTokenizer.from_pretrained(setup.model_path)
+    prompts = PromptSource(experiment, tokenizer)
+    engine = await VllmEngine.start(
+        setup.weights_path,
+        replica=setup.replica,
+        lineage=setup.lineage,
+        number=setup.number,
+        dtype=experiment.model.dtype,
+        max_context=experiment.model.max_context,
+        concurrency=setup.concurrency,
+        kind=setup.kind,
+        cache_dir=load_settings().home / "cache",
+        seed=setup.seed,
+    )
+    try:
+        scoring = ScoringPool(experiment.reward, experiment.data)
+        try:
+            sampling = Sampling(
+                experiment.algorithm.temperature, experiment.workload.max_new_tokens, prompts.stop_token_ids
+            )
+            yield Answerer(engine, tokenizer, scoring, sampling), prompts
+        finally:
+            await scoring.close()
+    finally:
+        await engine.shutdown()
