@@ -48,6 +48,8 @@ class StackState(BaseModel):
     """What the workers were started with: versions, devices, places. A stack serves one such identity."""
     own_urls: dict[str, str] = {}
     """URLs of the stack's own servers; kept when they end, so that they come back on the same ports."""
+    pools: dict[str, str] = {}
+    """The queue served here, by pool."""
     deployed: str = ""
     """Fingerprint of the deployments that the server has."""
     members: dict[str, Member] = {}

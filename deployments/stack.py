@@ -72,15 +72,15 @@ def up(settings: Settings, say: Say = print) -> Stack:
         has_news = state.deployed != fingerprint
         if has_news:
             _start(settings, state, SETUP, servers.setup_argv(is_ours=PREFECT in own))
-        for pool in setup.pools(device_types):
+        for pool, queue in state.pools.items():
             if _worker(pool) not in state.members:
-                _start(settings, state, _worker(pool), servers.worker_argv(pool, setup.queue_of(pool, machine.name)))
+                _start(settings, state, _worker(pool), servers.worker_argv(pool, queue))
         _wait_for_servers(state, own, say)
         if has_news:
             _wait_for_setup(state, say)
             state.deployed = fingerprint
             servers.save_state(settings, state)
-        _wait_for_workers(state, machine, say)
+        _wait_for_workers(state, say)
         if not is_served:
             _settle_flow_runs(settings, state, "CRASHED", "Its process was gone when the stack started.", began)
     return Stack(state.prefect_url, state.mlflow_url)
@@ -195,6 +195,7 @@ def _wanted_state(settings: Settings, machine: Machine) -> StackState:
     return StackState(
         prefect_url=named[PREFECT] or own_urls.get(PREFECT, ""),
         mlflow_url=named[MLFLOW] or own_urls.get(MLFLOW, ""),
+        pools={pool: setup.queue_of(pool, machine.name) for pool in setup.pools(list(machine.count_by_type()))},
         own_urls=own_urls,
         identity=identity,
         deployed=known.deployed if known and not named[PREFECT] else "",
@@ -270,10 +271,10 @@ def _wait_for_setup(state: StackState, say: Say) -> None:
         raise UserError(f"Set-up of pools and deployments failed: {tail(member.log, 1)} (log: {member.log})")
 
 
-def _wait_for_workers(state: StackState, machine: Machine, say: Say) -> None:
+def _wait_for_workers(state: StackState, say: Say) -> None:
     api = PrefectApi(state.prefect_url)
-    for pool in setup.pools(list(machine.count_by_type())):
-        is_online = partial(api.is_online, pool, worker_name(pool, setup.queue_of(pool, machine.name)))
+    for pool, queue in state.pools.items():
+        is_online = partial(api.is_online, pool, worker_name(pool, queue))
         _wait(f"worker of pool {pool}", is_online, state.members[_worker(pool)], WORKER_DEADLINE_S, say)
 
 

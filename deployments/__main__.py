@@ -1,0 +1,5 @@
+"""`python -m deployments` is the command `hexflow`."""
+
+from deployments.cli import main
+
+main()

@@ -1,0 +1,224 @@
+"""The command `hexflow`. Heavy imports happen inside commands, so that each one starts quickly."""
+
+import errno
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from planners.errors import UserError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from deployments.stack import Stack
+    from tasks.settings import Settings
+
+BAD_INPUT, CANCELLED = 2, 130
+EXIT_STATUS = {"COMPLETED": 0, "FAILED": 1, "CRASHED": 1}
+"""Exit status by the flow run's last state; any other means that it was cancelled, or left to that."""
+
+app = typer.Typer(
+    help="Asynchronous reinforcement learning of language models, planned and run on this machine's devices.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+ExperimentFile = Annotated[Path, typer.Argument(help="Experiment file, YAML.", show_default=False)]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(help="Values to change, as in algorithm.lr=1e-6.", show_default=False)
+]
+
+
+@app.command()
+def up() -> None:
+    """Start what is missing of the local stack: Prefect and MLflow servers, set-up, workers."""
+    _bring_up(_settings(), _console())
+
+
+@app.command()
+def down() -> None:
+    """End the local stack with everything that runs on it, and verify that nothing is left."""
+    from deployments import stack
+
+    console = _console()
+    ran = stack.down(_settings(), lambda line: console.print(line, soft_wrap=True, highlight=False))
+    console.print("Everything has ended." if ran else "No stack was running.")
+
+
+@app.command()
+def status() -> None:
+    """Show servers, workers and running runs; exit status 1 if the stack is not complete."""
+    from deployments import stack
+    from deployments.show import show_status
+
+    settings = _settings()
+    if not show_status(settings, stack.find(settings), _console()):
+        raise typer.Exit(1)
+
+
+@app.command()
+def runs() -> None:
+    """List all runs with their results."""
+    from deployments.show import show_runs
+
+    settings = _settings()
+    settings.home.mkdir(parents=True, exist_ok=True)
+    show_runs(settings, _console())
+
+
+@app.command()
+def train(experiment: ExperimentFile, overrides: Overrides = None) -> None:
+    """Train: start the stack if needed, run the experiment, show its progress. Ctrl-C cancels the run.
+
+    Exit status 0: completed; 1: failed; 2: bad input, nothing was started; 130: cancelled.
+    """
+    from tasks.experiment import load_experiment
+
+    resolved = load_experiment(experiment, overrides)
+    _run_and_follow(_settings(), {"experiment": resolved.model_dump(mode="json"), "resume": None})
+
+
+@app.command()
+def resume(run: Annotated[str, typer.Argument(help="Run id, as `hexflow runs` shows it.")]) -> None:
+    """Continue an unfinished run from its last checkpoint, under the experiment it was started with.
+
+    Exit status as of `hexflow train`.
+    """
+    import json
+
+    from tasks.exchange.layout import RunDirectory
+    from tasks.exchange.ledger import Ledger
+    from tasks.experiment import parse_experiment
+
+    settings = _settings()
+    path = RunDirectory(settings.runs / run).experiment
+    if not path.exists():
+        raise UserError(f"There is no run {run} in {settings.runs}: `hexflow runs` lists them.")
+    row = Ledger(settings.ledger_url).find_run(run_id=run)
+    if row is not None and row.state == "completed":
+        raise UserError(f"Run {run} is complete: there is nothing to resume. Start a new run instead.")
+    resolved = parse_experiment(json.loads(path.read_text()), str(path))
+    _run_and_follow(settings, {"experiment": resolved.model_dump(mode="json"), "resume": run})
+
+
+@app.command()
+def plan(experiment: ExperimentFile, overrides: Overrides = None) -> None:
+    """Show which devices would generate and which would train, and the predicted step time."""
+    from rich.markdown import Markdown
+
+    from deployments.api import PrefectApi
+    from tasks.experiment import load_experiment
+
+    resolved = load_experiment(experiment, overrides)
+    settings, console = _settings(), _console()
+    api = PrefectApi(_bring_up(settings, console).prefect_url)
+    flow_run_id = api.create_flow_run("plan/plan", {"experiment": resolved.model_dump(mode="json")})
+    state = _follow(settings, api, flow_run_id, console)
+    for text in api.markdown_artifacts(flow_run_id):
+        console.print(Markdown(text))
+    _leave(state, console)
+
+
+@app.command()
+def doctor() -> None:
+    """Say what this machine lacks to run hexflow, and the remedy."""
+    from deployments import doctor as checks
+
+    raise typer.Exit(checks.main())
+
+
+def _settings() -> "Settings":
+    from tasks.settings import load_settings
+
+    return load_settings()
+
+
+def _console() -> "Console":
+    from rich.console import Console
+
+    return Console(highlight=False)
+
+
+def _bring_up(settings: "Settings", console: "Console") -> "Stack":
+    from deployments import stack
+
+    try:
+        found = stack.up(settings, lambda line: console.print(line, soft_wrap=True, markup=False))
+    except KeyboardInterrupt:
+        console.print("Interrupted; what has started runs on. `hexflow down` ends it.")
+        raise typer.Exit(CANCELLED) from None
+    console.print(f"Prefect: {found.prefect_page}", soft_wrap=True)
+    console.print(f"MLflow:  {found.mlflow_url}", soft_wrap=True)
+    return found
+
+
+def _run_and_follow(settings: "Settings", parameters: dict[str, Any]) -> None:
+    """Run the `rl` deployment, show it to its end, print the key figures, leave with its status."""
+    from deployments.api import PrefectApi
+    from deployments.show import read_summary, summary_lines
+    from tasks.exchange.ledger import Ledger
+
+    console = _console()
+    api = PrefectApi(_bring_up(settings, console).prefect_url)
+    flow_run_id = api.create_flow_run("rl/rl", parameters)
+    state = _follow(settings, api, flow_run_id, console)
+    run = Ledger(settings.ledger_url).find_run(flow_run_id=flow_run_id)
+    if run is not None:
+        console.print(f"run {run.run_id}: {state['name'].lower()}", soft_wrap=True)
+        if summary := read_summary(settings, run.run_id):
+            for line in summary_lines(summary, settings.runs / run.run_id):
+                console.print(line, soft_wrap=True, markup=False)
+        if state["type"] != "COMPLETED":
+            console.print(f"Continue it with: hexflow resume {run.run_id}", soft_wrap=True)
+    _leave(state, console)
+
+
+def _follow(settings: "Settings", api: Any, flow_run_id: str, console: "Console") -> dict[str, Any]:
+    from deployments.follow import Follower
+    from tasks.exchange.ledger import Ledger
+
+    page = f"{api.url.removesuffix('/api')}/runs/flow-run/{flow_run_id}"
+    console.print(f"Flow run: {page}", soft_wrap=True)
+    return Follower(api, Ledger(settings.ledger_url), flow_run_id, console).follow()
+
+
+def _leave(state: dict[str, Any], console: "Console") -> None:
+    """Leave with the status that tells how the flow run ended."""
+    if state["type"] != "COMPLETED":
+        console.print(f"{state['name']}: {state.get('message') or 'without a message'}", soft_wrap=True, markup=False)
+    raise typer.Exit(EXIT_STATUS.get(state["type"], CANCELLED))
+
+
+_DISK_ERRORS = {
+    errno.ENOSPC: "the disk is full: free some space",
+    errno.EROFS: "it is on a read-only disk: set HEXFLOW_HOME and HEXFLOW_RUNS to directories that can be written",
+    errno.EACCES: "permission is denied: set HEXFLOW_HOME and HEXFLOW_RUNS to directories that can be written",
+}
+
+
+def main() -> None:
+    """Run the command; what a person can mend is one line on stderr and exit status 2, never a traceback."""
+    from deployments.api import Unreachable
+
+    try:
+        app()
+    except UserError as error:
+        sys.exit(_complain(str(error)))
+    except Unreachable as error:
+        sys.exit(_complain(f"{error}. See `hexflow status`; `hexflow up` starts what is missing."))
+    except OSError as error:
+        if error.errno not in _DISK_ERRORS:
+            raise
+        sys.exit(_complain(f"{error.filename or 'A file'} cannot be written, {_DISK_ERRORS[error.errno]}."))
+
+
+def _complain(message: str) -> int:
+    print(f"hexflow: {message}", file=sys.stderr)
+    return BAD_INPUT
+
+
+if __name__ == "__main__":
+    main()

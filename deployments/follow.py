@@ -1,0 +1,248 @@
+"""Follows a flow run from the command line: live progress from the ledger, its end from the Prefect server."""
+
+import itertools
+import statistics
+import time
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Protocol
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from deployments.api import Json, PrefectApi, Unreachable
+from tasks.exchange.rows import ActorRow, Progress, RunRow, SpanRow, StepRow
+
+POLL_S = 1.0
+PICKUP_DEADLINE_S = 180.0
+CANCEL_DEADLINE_S = 180.0
+FINAL = ("COMPLETED", "FAILED", "CRASHED", "CANCELLED")
+STEPS_SHOWN = 8
+PACE_STEPS = 10
+"""Steps over which the time left is estimated: the first ones are slower."""
+
+
+class Books(Protocol):
+    """What is read of the ledger."""
+
+    def find_run(self, *, run_id: str | None = None, flow_run_id: str | None = None) -> RunRow | None:
+        """The run."""
+
+    def progress(self, run_id: str) -> Progress:
+        """How far it is."""
+
+    def steps(self, run_id: str) -> list[StepRow]:
+        """Its finished steps."""
+
+    def actors(self, run_id: str) -> list[ActorRow]:
+        """Its actors."""
+
+    def spans(self, run_id: str) -> list[SpanRow]:
+        """Their times."""
+
+
+@dataclass(frozen=True)
+class View:
+    """One look at the run; `run` is None until the flow has made it."""
+
+    flow_state: str
+    run: RunRow | None = None
+    progress: Progress | None = None
+    steps: Sequence[StepRow] = ()
+    actors: Sequence[ActorRow] = ()
+    spans: Sequence[SpanRow] = ()
+
+
+def look(books: Books, flow_run_id: str, flow_state: str) -> View:
+    """Read the run from the ledger."""
+    run = books.find_run(flow_run_id=flow_run_id)
+    if run is None:
+        return View(flow_state)
+    run_id = run.run_id
+    return View(flow_state, run, books.progress(run_id), books.steps(run_id), books.actors(run_id), books.spans(run_id))
+
+
+def describe_step(view: View, row: StepRow) -> str:
+    """One line for a finished step: `step 3/40  reward 0.125  …`."""
+    figures = [f"step {row.step + 1}/{view.progress.steps if view.progress else '?'}"]
+    figures += [f"{name} {value}" for name, value in step_figures(view, row).items()]
+    left_s = time_left_s(view)
+    return "  ".join(figures + ([f"left {minutes(left_s)}"] if left_s is not None else []))
+
+
+def step_figures(view: View, row: StepRow) -> dict[str, str]:
+    """The figures of a step that a person follows, by column; those that were not reported are missing."""
+    shown = {
+        "reward": ("reward/mean", "{:.3f}"),
+        "tokens/s": ("throughput/response_tokens_per_s", "{:.1f}"),
+        "staleness": ("staleness/max", "{:.0f}"),
+        "trainer waits": ("wait/trainer_for_rollouts", "{:.0%}"),
+    }
+    figures = {
+        column: form.format(row.metrics[key])
+        for column, (key, form) in shown.items()
+        if row.metrics.get(key) is not None
+    }
+    share = rollout_wait_share(view, row)
+    return figures if share is None else {**figures, "rollouts wait": f"{share:.0%}"}
+
+
+def rollout_wait_share(view: View, row: StepRow) -> float | None:
+    """Share of a step's time that the replicas spent waiting, mean over replicas; None for the first step seen."""
+    earlier = [step.end_s for step in view.steps if step.end_s < row.end_s]
+    replicas = {span.slot for span in view.spans if span.role == "replica"}
+    if not earlier or not replicas:
+        return None
+    start_s = max(earlier)
+    waits_s = [
+        max(0.0, min(span.end_s, row.end_s) - max(span.start_s, start_s))
+        for span in view.spans
+        if span.role == "replica" and span.kind == "wait"
+    ]
+    return sum(waits_s) / (row.end_s - start_s) / len(replicas)
+
+
+def time_left_s(view: View) -> float | None:
+    """Steps left times the median time of the last ones (a resumed run has a gap); None before there are two."""
+    if view.progress is None or len(view.steps) < 2:
+        return None
+    ends_s = [step.end_s for step in view.steps[-PACE_STEPS - 1 :]]
+    pace_s = statistics.median(later - earlier for earlier, later in itertools.pairwise(ends_s))
+    return pace_s * (view.progress.steps - view.progress.step)
+
+
+def minutes(seconds: float) -> str:
+    """`42 s`, `3 min 20 s`."""
+    whole = round(seconds)
+    return f"{whole} s" if whole < 60 else f"{whole // 60} min {whole % 60} s"
+
+
+def waiting_for(view: View) -> str:
+    """What happens while no step is being finished: the flow's state before the run exists, then its actors."""
+    if view.run is None:
+        return f"flow run: {view.flow_state.lower()}"
+    active = [actor for actor in view.actors if actor.role != "supervisor"]
+    if not active:
+        return f"run {view.run.run_id}: preparing model, profile and plan"
+    return "; ".join(
+        f"{actor.role} {actor.slot} {actor.state}" + (f": {actor.message}" if actor.message else "")
+        for actor in sorted(active, key=lambda actor: (actor.role, actor.slot))
+    )
+
+
+def draw(view: View, elapsed_s: float, notice: str) -> RenderableType:
+    """The live display: bar, last steps, actors, and a notice such as a cancellation under way."""
+    parts: list[RenderableType] = []
+    if view.progress and view.steps:
+        left_s = time_left_s(view)
+        head = Table.grid(padding=(0, 2))
+        head.add_row(
+            Text(f"step {view.progress.step}/{view.progress.steps}", style="bold"),
+            ProgressBar(total=view.progress.steps, completed=view.progress.step, width=40),
+            f"{minutes(elapsed_s)} gone" + (f", {minutes(left_s)} left" if left_s is not None else ""),
+        )
+        parts += [head, _step_table(view)]
+    parts.append(Text(waiting_for(view) + ("" if view.steps else f" ({minutes(elapsed_s)})"), style="dim"))
+    if notice:
+        parts.append(Text(notice, style="yellow"))
+    return Group(*parts)
+
+
+def _step_table(view: View) -> Table:
+    shown = view.steps[-STEPS_SHOWN:]
+    rows = [step_figures(view, row) for row in shown]
+    columns = list(dict.fromkeys(column for figures in rows for column in figures))
+    table = Table("step", *columns, box=None, header_style="dim")
+    for row, figures in zip(shown, rows, strict=True):
+        table.add_row(str(row.step + 1), *(figures.get(column, "") for column in columns))
+    return table
+
+
+class Follower:
+    """Shows one flow run until it ends; Ctrl-C cancels it, a second one leaves it to end by itself."""
+
+    def __init__(self, api: PrefectApi, books: Books, flow_run_id: str, console: Console) -> None:
+        self._api = api
+        self._books = books
+        self._flow_run_id = flow_run_id
+        self._console = console
+        self._live = Live(console=console, refresh_per_second=4) if console.is_terminal else None
+        self._started = time.monotonic()
+        self._state: Json = {"type": "SCHEDULED", "name": "Scheduled", "message": ""}
+        self._printed_step: int | None = None
+        self._printed_line = ""
+        self._notice = ""
+        self._picked_up = False
+
+    def follow(self) -> Json:
+        """Show the run until it ends; returns the flow run's last state (`type`, `name`, `message`).
+
+        A run that no worker picks up is cancelled, and comes back as CRASHED.
+        """
+        with self._live or nullcontext():
+            try:
+                return self._watch(None)
+            except KeyboardInterrupt:
+                self._announce("Cancelling, which takes up to 3 minutes. Ctrl-C again leaves it to end by itself.")
+            try:
+                self._api.set_state(self._flow_run_id, "CANCELLING", "Cancelled from the command line.")
+                return self._watch(time.monotonic() + CANCEL_DEADLINE_S)
+            except KeyboardInterrupt:
+                return {**self._state, "message": "It is left to end by itself: see `hexflow status`."}
+
+    def _watch(self, deadline: float | None) -> Json:
+        while True:
+            self._read_state()
+            self._show(look(self._books, self._flow_run_id, self._state["name"]))
+            if self._state["type"] in FINAL:
+                return self._state
+            if deadline is not None and time.monotonic() > deadline:
+                message = f"It was not cancelled within {CANCEL_DEADLINE_S:.0f} s: `hexflow down` ends everything."
+                return {**self._state, "message": message}
+            self._picked_up = self._picked_up or self._state["type"] not in ("SCHEDULED", "PENDING")
+            if not self._picked_up and time.monotonic() - self._started > PICKUP_DEADLINE_S:
+                return self._give_up()
+            time.sleep(POLL_S)
+
+    def _read_state(self) -> None:
+        """A server that is away does not stop the run, nor the one who watches it."""
+        try:
+            self._state = self._api.flow_run(self._flow_run_id)["state"]
+        except Unreachable as error:
+            self._announce(str(error))
+
+    def _give_up(self) -> Json:
+        self._api.set_state(self._flow_run_id, "CANCELLED", "No worker picked it up.", force=True)
+        message = (
+            f"No worker picked the run up within {PICKUP_DEADLINE_S:.0f} s: see `hexflow status`, and "
+            "worker-control.log among the stack's logs."
+        )
+        return {"type": "CRASHED", "name": "Crashed", "message": message}
+
+    def _announce(self, notice: str) -> None:
+        if notice != self._notice and self._live is None:
+            self._console.print(notice, soft_wrap=True, markup=False)
+        self._notice = notice
+
+    def _show(self, view: View) -> None:
+        if self._live is not None:
+            self._live.update(draw(view, time.monotonic() - self._started, self._notice))
+            return
+        # A log wants one line per event, not a picture.
+        if view.run is not None and self._printed_step is None:
+            self._printed_step = len(view.steps) - 1  # a resumed run's earlier steps are no news
+        new = [row for row in view.steps if self._printed_step is not None and row.step > self._printed_step]
+        for row in new:
+            self._print(describe_step(view, row))
+            self._printed_step = row.step
+        if not new and (not view.steps or view.progress is None or view.progress.step >= view.progress.steps):
+            self._print(waiting_for(view))
+
+    def _print(self, line: str) -> None:
+        if line != self._printed_line:
+            self._printed_line = line
+            self._console.print(line, soft_wrap=True, markup=False)

@@ -1,0 +1,150 @@
+"""What `hexflow status`, `hexflow runs` and the end of a run print."""
+
+import json
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import psutil
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from deployments.api import PrefectApi, Unreachable, answers
+from deployments.servers import StackState
+from tasks.exchange.layout import RunDirectory
+from tasks.exchange.ledger import Ledger
+from tasks.exchange.rows import RunRow
+from tasks.settings import Settings
+
+
+def show_status(settings: Settings, state: StackState | None, console: Console) -> bool:
+    """Print servers, workers and running runs; whether the stack is complete and answers."""
+    if state is None or not state.members:
+        console.print(f"No stack runs for {settings.home}: start it with `hexflow up`.", soft_wrap=True)
+        return False
+    prefect_answers = answers(f"{state.prefect_url}/health")
+    mlflow_answers = not state.mlflow_url.startswith("http") or answers(f"{state.mlflow_url}/health")
+    table = Table("part", "state", "where", box=None)
+    table.add_row("Prefect server", _answer(prefect_answers), state.prefect_url.removesuffix("/api"))
+    table.add_row("MLflow server", _answer(mlflow_answers), state.mlflow_url)
+    complete = prefect_answers and mlflow_answers
+    for pool, queue in state.pools.items():
+        member = state.members.get(f"worker-{pool}")
+        online = bool(member) and prefect_answers and _online(PrefectApi(state.prefect_url), pool)
+        complete = complete and online
+        word = "online" if online else "offline" if member else "not running"
+        table.add_row(f"worker of pool {pool}", word, f"queue {queue}")
+    console.print(table)
+    console.print(f"{_memory_gib(state):.2f} GiB of memory; logs in {settings.logs}", soft_wrap=True)
+    _show_running(settings, console)
+    return complete
+
+
+def _answer(does: bool) -> str:
+    return "answers" if does else "does not answer"
+
+
+def _online(api: PrefectApi, pool: str) -> bool:
+    try:
+        return any(worker["status"] == "ONLINE" for worker in api.workers(pool))
+    except Unreachable:
+        return False
+
+
+def _memory_gib(state: StackState) -> float:
+    total = 0
+    for member in state.members.values():
+        try:
+            process = psutil.Process(member.pid)
+            total += sum(part.memory_info().rss for part in (process, *process.children(recursive=True)))
+        except psutil.NoSuchProcess:
+            continue
+    return total / 2**30
+
+
+def _show_running(settings: Settings, console: Console) -> None:
+    if not (settings.home / "ledger.db").exists() and settings.ledger_url.startswith("sqlite"):
+        return
+    ledger = Ledger(settings.ledger_url)
+    for run in [run for run in ledger.list_runs() if run.state == "running"]:
+        progress = ledger.progress(run.run_id)
+        console.print(f"run {run.run_id}: step {progress.step}/{progress.steps}", soft_wrap=True)
+        table = Table("actor", "state", "version", "last heard", "message", box=None)
+        for actor in ledger.actors(run.run_id):
+            version = "" if actor.loaded_version is None else str(actor.loaded_version[1])
+            who = f"{actor.role} {actor.slot} (attempt {actor.attempt}, pid {actor.pid})"
+            table.add_row(who, actor.state, version, f"{actor.silent_s:.0f} s ago", Text(actor.message))
+        console.print(table)
+
+
+def show_runs(settings: Settings, console: Console) -> None:
+    """Print a table of all runs, the newest last."""
+    ledger = Ledger(settings.ledger_url)
+    runs = sorted(ledger.list_runs(), key=lambda run: run.created_s)
+    if not runs:
+        console.print("No run yet: start one with `hexflow train deployments/experiments/laptop.yaml`.")
+        return
+    table = Table(
+        "run", "started", "state", "steps", "eval before → after", "last reward", "tokens/s", "MLflow run", box=None
+    )
+    for run in runs:
+        table.add_row(*run_row(ledger, run, read_summary(settings, run.run_id)))
+    console.print(table)
+
+
+def run_row(ledger: Ledger, run: RunRow, summary: dict[str, Any]) -> list[str]:
+    """The cells of one run; `summary` is empty while there is none."""
+    progress = ledger.progress(run.run_id)
+    before, after = summary.get("eval_before"), summary.get("eval_after")
+    return [
+        run.run_id,
+        time.strftime("%Y-%m-%d %H:%M", time.localtime(run.created_s)),
+        run.state,
+        f"{progress.step}/{run.steps}",
+        f"{figure(before)} → {figure(after)}" if before is not None else "",
+        figure(progress.reward_mean),
+        figure(summary.get("tokens_per_s")),
+        run.mlflow_run_id or "",
+    ]
+
+
+def read_summary(settings: Settings, run_id: str) -> dict[str, Any]:
+    """The run's summary, empty while there is none."""
+    path = RunDirectory(settings.runs / run_id).summary
+    return dict(json.loads(path.read_text())) if path.exists() else {}
+
+
+def summary_lines(summary: dict[str, Any], directory: Path) -> Iterable[str]:
+    """The key figures of a finished run, one line each; figures that are not there are left out."""
+    named = {
+        "held-out accuracy": f"{figure(summary.get('eval_before'))} → {figure(summary.get('eval_after'))}",
+        "95 % interval of the gain": _interval(summary.get("eval_ci95")),
+        "steps": figure(summary.get("steps")),
+        "step, predicted / measured": f"{figure(summary.get('step_s_predicted'))} / "
+        f"{figure(summary.get('step_s_measured'))} s",
+        "response tokens/s": figure(summary.get("tokens_per_s")),
+        "staleness seen / allowed": f"{figure(summary.get('max_staleness_seen'))} / "
+        f"{figure(summary.get('max_staleness_allowed'))}",
+        "trainer waits": _share(summary.get("wait_trainer_share")),
+        "rollouts wait": _share(summary.get("wait_rollout_share")),
+        "both at work": _share(summary.get("overlap_share")),
+        "files": str(directory),
+    }
+    return [f"{name:<28}{value}" for name, value in named.items()]
+
+
+def figure(value: float | None) -> str:
+    """A number as a person reads it."""
+    if value is None:
+        return "–"
+    return str(value) if isinstance(value, int) else f"{value:.3g}"
+
+
+def _share(value: float | None) -> str:
+    return "–" if value is None else f"{value:.0%}"
+
+
+def _interval(value: list[float] | None) -> str:
+    return "–" if not value else f"{value[0]:+.3f} to {value[1]:+.3f}"

@@ -1,0 +1,305 @@
+"""The command line: bad input, live progress, exit status."""
+
+import io
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import typer
+from rich.console import Console
+
+from deployments import cli, follow
+from deployments.api import Json, PrefectApi, Unreachable
+from deployments.follow import Follower, View, describe_step, draw, time_left_s, waiting_for
+from deployments.show import show_runs, summary_lines
+from tasks.exchange.ledger import Ledger
+from tasks.exchange.rows import ActorRow, Progress, RunRow, SpanRow, StepRow
+from tasks.settings import Settings
+
+RUN = RunRow(
+    run_id="tiny-1",
+    flow_run_id="flow-1",
+    mlflow_run_id=None,
+    state="running",
+    lineage=0,
+    prompts_per_step=4,
+    max_staleness=2,
+    steps=4,
+    max_attempts_per_prompt=3,
+    created_s=0.0,
+)
+PROGRESS = Progress(
+    step=2,
+    steps=4,
+    groups={},
+    dropped={},
+    outcomes={},
+    quarantined_prompts=0,
+    response_tokens=0,
+    consumed=8,
+    max_staleness_seen=1,
+    latest_version=(0, 2),
+    reward_mean=0.5,
+)
+METRICS = {
+    "reward/mean": 0.125,
+    "throughput/response_tokens_per_s": 312.4,
+    "staleness/max": 1.0,
+    "wait/trainer_for_rollouts": 0.25,
+}
+STEPS = (StepRow(0, 100.0, METRICS), StepRow(1, 110.0, METRICS))
+REPLICA = ActorRow("replica", 0, 1, "starting", 1, "here", None, 0.0, "loading weights")
+
+
+def a_state(state_type: str) -> Json:
+    return {"type": state_type, "name": state_type.capitalize(), "message": "because"}
+
+
+class FakeApi(PrefectApi):
+    """A flow run that goes through `states`, one a look, and stays in the last one."""
+
+    def __init__(self, *states: str | Exception) -> None:
+        super().__init__("http://127.0.0.1:1/api")
+        self.states = list(states)
+        self.proposed: list[str] = []
+        self.on_look: Callable[[], None] = lambda: None
+
+    def flow_run(self, flow_run_id: str) -> Json:
+        self.on_look()
+        state = self.states.pop(0) if len(self.states) > 1 else self.states[0]
+        if isinstance(state, Exception):
+            raise state
+        return {"state": a_state(state)}
+
+    def set_state(self, flow_run_id: str, state_type: str, message: str, force: bool = False) -> None:
+        self.proposed.append(state_type)
+        self.states = ["CANCELLING", "CANCELLED"]
+
+
+class FakeBooks:
+    """A ledger with the views given, one a look, the last one for ever."""
+
+    def __init__(self, *views: View) -> None:
+        self._views = list(views)
+
+    def find_run(self, *, run_id: str | None = None, flow_run_id: str | None = None) -> RunRow | None:
+        self._view = self._views.pop(0) if len(self._views) > 1 else self._views[0]
+        return self._view.run
+
+    def progress(self, run_id: str) -> Progress:
+        assert self._view.progress
+        return self._view.progress
+
+    def steps(self, run_id: str) -> list[StepRow]:
+        return list(self._view.steps)
+
+    def actors(self, run_id: str) -> list[ActorRow]:
+        return list(self._view.actors)
+
+    def spans(self, run_id: str) -> list[SpanRow]:
+        return list(self._view.spans)
+
+
+@pytest.fixture(autouse=True)
+def _quick_polls(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(follow, "POLL_S", 0.001)
+
+
+def follower(api: FakeApi, *views: View) -> tuple[Follower, io.StringIO]:
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=False, width=100, highlight=False)
+    return Follower(api, FakeBooks(*(views or (View("Running"),))), "flow-1", console), out
+
+
+def a_view(steps: tuple[StepRow, ...], actors: tuple[ActorRow, ...] = (REPLICA,)) -> View:
+    return View("Running", RUN, replace(PROGRESS, step=len(steps)), steps, actors, ())
+
+
+def test_a_log_gets_one_line_per_step_and_per_wait() -> None:
+    api = FakeApi("SCHEDULED", "RUNNING", "RUNNING", "RUNNING", "RUNNING", "COMPLETED")
+    views = [View("Scheduled"), a_view(()), a_view(()), a_view(STEPS[:1]), a_view(STEPS), a_view(STEPS)]
+    shown, out = follower(api, *views)
+    assert shown.follow()["type"] == "COMPLETED"
+    lines = out.getvalue().splitlines()
+    assert lines == [
+        "flow run: scheduled",
+        "replica 0 starting: loading weights",
+        "step 1/4  reward 0.125  tokens/s 312.4  staleness 1  trainer waits 25%",
+        "step 2/4  reward 0.125  tokens/s 312.4  staleness 1  trainer waits 25%  left 20 s",
+    ]
+
+
+def test_a_resumed_run_does_not_repeat_its_steps() -> None:
+    api = FakeApi("RUNNING", "RUNNING", "COMPLETED")
+    shown, out = follower(api, a_view(STEPS[:1]), a_view(STEPS))
+    shown.follow()
+    assert [line.split("  ")[0] for line in out.getvalue().splitlines()] == ["step 2/4"]
+
+
+def test_time_left_is_not_fooled_by_the_gap_of_a_resume() -> None:
+    ends = (0.0, 10.0, 5000.0, 5010.0, 5020.0)
+    steps = tuple(StepRow(number, end, {}) for number, end in enumerate(ends))
+    view = View("Running", RUN, replace(PROGRESS, step=5, steps=8), steps)
+    assert time_left_s(view) == 30.0
+
+
+def test_rollout_waits_are_a_share_of_the_step() -> None:
+    spans = (
+        SpanRow("replica", 0, 1, "wait", 95.0, 105.0),  # half of it belongs to the step before
+        SpanRow("replica", 0, 1, "busy", 105.0, 110.0),
+        SpanRow("trainer", 0, 1, "wait", 100.0, 110.0),
+    )
+    view = replace(a_view(STEPS), spans=spans)
+    assert "rollouts wait 50%" in describe_step(view, STEPS[1])
+    assert "rollouts wait" not in describe_step(view, STEPS[0])
+
+
+def test_what_is_waited_for() -> None:
+    assert waiting_for(View("Pending")) == "flow run: pending"
+    assert "preparing" in waiting_for(a_view((), ()))
+    assert waiting_for(a_view(())) == "replica 0 starting: loading weights"
+
+
+def test_the_live_display_shows_bar_steps_and_notice() -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, width=100, record=True)
+    console.print(draw(a_view(STEPS), 75.0, "Cancelling"))
+    text = console.export_text()
+    for expected in ("step 2/4", "1 min 15 s gone, 20 s left", "312.4", "loading weights", "Cancelling"):
+        assert expected in text
+
+
+def test_a_server_that_is_away_does_not_end_the_watch() -> None:
+    shown, out = follower(FakeApi("RUNNING", Unreachable("no answer"), Unreachable("no answer"), "COMPLETED"))
+    assert shown.follow()["type"] == "COMPLETED"
+    assert out.getvalue().count("no answer") == 1
+
+
+def interrupt_at(api: FakeApi, *looks: int) -> None:
+    seen = 0
+
+    def look() -> None:
+        nonlocal seen
+        seen += 1
+        if seen in looks:
+            raise KeyboardInterrupt
+
+    api.on_look = look
+
+
+def test_ctrl_c_cancels_and_waits() -> None:
+    api = FakeApi("RUNNING")
+    interrupt_at(api, 2)
+    shown, out = follower(api)
+    assert shown.follow()["type"] == "CANCELLED"
+    assert api.proposed == ["CANCELLING"]
+    assert "Cancelling" in out.getvalue()
+
+
+def test_a_second_ctrl_c_leaves() -> None:
+    api = FakeApi("RUNNING")
+    interrupt_at(api, 2, 3)
+    shown, _ = follower(api)
+    assert "left to end by itself" in shown.follow()["message"]
+
+
+def test_a_cancellation_that_hangs_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(follow, "CANCEL_DEADLINE_S", 0.0)
+    api = FakeApi("RUNNING")
+    interrupt_at(api, 2)
+    shown, _ = follower(api)
+    assert "not cancelled within" in shown.follow()["message"]
+
+
+def test_a_run_that_nobody_picks_up_is_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(follow, "PICKUP_DEADLINE_S", 0.0)
+    api = FakeApi("SCHEDULED")
+    shown, _ = follower(api)
+    state = shown.follow()
+    assert state["type"] == "CRASHED"
+    assert "No worker" in state["message"]
+    assert api.proposed == ["CANCELLED"]
+
+
+@pytest.mark.parametrize(
+    ("state", "status"),
+    [("COMPLETED", 0), ("FAILED", 1), ("CRASHED", 1), ("CANCELLED", 130), ("CANCELLING", 130), ("RUNNING", 130)],
+)
+def test_exit_status_tells_the_truth(state: str, status: int) -> None:
+    out = io.StringIO()
+    with pytest.raises(typer.Exit) as left:
+        cli._leave(a_state(state), Console(file=out))
+    assert left.value.exit_code == status
+    assert ("because" in out.getvalue()) == (state != "COMPLETED")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["train", "none.yaml"], "no experiment file none.yaml"),
+        (["train", "bad.yaml"], "did you mean 'algorithm'"),
+        (["train", "good.yaml", "algorithm.lr=fast"], "algorithm.lr"),
+        (["plan", "bad.yaml"], "did you mean 'algorithm'"),
+        (["resume", "none-1"], "no run none-1"),
+    ],
+)
+def test_bad_input_is_one_line_and_starts_nothing(
+    arguments: list[str], message: str, settings: Settings, tmp_path: Path
+) -> None:
+    (tmp_path / "bad.yaml").write_text("algoritm: {lr: 1}\n")
+    (tmp_path / "good.yaml").write_text("run: {steps: 1}\n")
+    done = run_hexflow(tmp_path, *arguments)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert not (settings.home / "stack.json").exists()
+
+
+def test_status_without_a_stack(settings: Settings, tmp_path: Path) -> None:
+    done = run_hexflow(tmp_path, "status")
+    assert done.returncode == 1
+    assert "hexflow up" in done.stdout
+
+
+def run_hexflow(directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    root = str(Path(cli.__file__).parent.parent)
+    return subprocess.run(
+        [sys.executable, "-m", "deployments.cli", *arguments],
+        cwd=directory,
+        env={**os.environ, "PYTHONPATH": root},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def test_the_command_line_starts_without_the_heavy_packages() -> None:
+    code = (
+        "import sys, deployments.cli, deployments.stack, deployments.follow, deployments.show\n"
+        "print([name for name in ('prefect', 'torch', 'mlflow', 'vllm', 'transformers') if name in sys.modules])"
+    )
+    assert subprocess.check_output([sys.executable, "-c", code], text=True, timeout=60).strip() == "[]"
+
+
+def test_runs_are_listed_with_their_results(settings: Settings) -> None:
+    ledger = Ledger(settings.ledger_url)
+    out = io.StringIO()
+    show_runs(settings, Console(file=out, width=160))
+    assert "No run yet" in out.getvalue()
+    ledger.create_run("tiny-1", prompts_per_step=4, max_staleness=2, steps=4, max_attempts_per_prompt=3)
+    (settings.runs / "tiny-1").mkdir(parents=True)
+    (settings.runs / "tiny-1" / "summary.json").write_text(
+        '{"eval_before": 0.06, "eval_after": 0.7, "tokens_per_s": 39}'
+    )
+    show_runs(settings, Console(file=out, width=160))
+    assert all(expected in out.getvalue() for expected in ("tiny-1", "running", "0/4", "0.06 → 0.7", "39"))
+
+
+def test_summary_lines_leave_gaps_where_nothing_is_known(tmp_path: Path) -> None:
+    lines = dict(line.split("  ", 1) for line in summary_lines({"eval_ci95": [0.5, 0.73], "steps": 40}, tmp_path))
+    assert lines["95 % interval of the gain"].strip() == "+0.500 to +0.730"
+    assert lines["held-out accuracy"].strip() == "– → –"

@@ -1,0 +1,275 @@
+"""The stack's parts, and once the whole of it for real."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import psutil
+import pytest
+import yaml
+
+from deployments import servers, setup, stack
+from deployments.api import PrefectApi, Unreachable
+from deployments.servers import Member, StackState
+from deployments.versions import differences, local_versions
+from deployments.worker import wait_for_setup
+from planners.errors import UserError
+from tasks.processes import end_sessions
+from tasks.settings import Settings
+
+SLEEPER = [sys.executable, "-c", "import time; time.sleep(600)"]
+
+
+@pytest.fixture
+def sleeper(settings: Settings) -> Iterator[Member]:
+    """A small process that stands for a member of the stack."""
+    member = servers.start_member(settings, "sleeper", SLEEPER, {servers.MARKER: str(settings.home)})
+    yield member
+    if member.alive():
+        end_sessions([member.pid], grace_s=0.0)
+
+
+class FakeServer:
+    """Answers every request with the JSON that was set for its path, 404 without one."""
+
+    def __init__(self) -> None:
+        self.answers: dict[str, object] = {}
+        fake = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                self.rfile.read(int(self.headers.get("Content-Length") or 0))
+                found = self.path in fake.answers
+                self.send_response(200 if found else 404)
+                self.end_headers()
+                self.wfile.write(json.dumps(fake.answers.get(self.path, {"detail": "none such"})).encode())
+
+            do_POST = do_GET
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        self._server = HTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self._server.server_port}/api"
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,))
+        self._thread.start()
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+@pytest.fixture
+def server() -> Iterator[FakeServer]:
+    fake = FakeServer()
+    yield fake
+    fake.close()
+
+
+@pytest.fixture
+def free_port() -> int:
+    """A loopback port that nobody listens on."""
+    return servers.choose_port(0)
+
+
+def state_with(member: Member | None = None, **identity: str) -> StackState:
+    members = {"worker-cpu": member} if member else {}
+    return StackState(prefect_url="", mlflow_url="", identity=identity, members=members)
+
+
+def test_a_recycled_pid_is_not_a_member(sleeper: Member) -> None:
+    assert sleeper.alive()
+    assert not sleeper.model_copy(update={"started_s": sleeper.started_s - 60}).alive()
+    end_sessions([sleeper.pid])
+    assert not sleeper.alive()
+
+
+def test_state_survives_a_round_trip(settings: Settings, sleeper: Member) -> None:
+    assert servers.load_state(settings) is None
+    state = state_with(sleeper, prefect="3.7.7")
+    servers.save_state(settings, state)
+    assert servers.load_state(settings) == state
+
+
+def test_a_damaged_state_file_is_told(settings: Settings) -> None:
+    servers.state_path(settings).write_text('{"prefect_url": ')
+    with pytest.raises(UserError, match="damaged"):
+        servers.load_state(settings)
+
+
+def test_marked_processes_are_those_of_this_home(settings: Settings, sleeper: Member) -> None:
+    other = settings.home.parent / "other"
+    elsewhere = Settings(home=other, runs=settings.runs, ledger_url=settings.ledger_url)
+    assert [process.pid for process, _ in servers.marked_processes(settings)] == [sleeper.pid]
+    assert list(servers.marked_processes(elsewhere)) == []
+
+
+def test_down_ends_what_the_state_file_does_not_know(settings: Settings, sleeper: Member) -> None:
+    assert stack.down(settings, lambda _: None)
+    assert not sleeper.alive()
+    assert not stack.down(settings, lambda _: None)
+
+
+def test_down_without_a_home_makes_none(tmp_path: Path) -> None:
+    home = tmp_path / "none"
+    assert not stack.down(Settings(home=home, runs=tmp_path, ledger_url=""), lambda _: None)
+    assert not home.exists()
+
+
+def test_up_refuses_a_stack_of_other_devices(
+    settings: Settings, sleeper: Member, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HEXFLOW_DEVICES", f"fast={min(os.sched_getaffinity(0))}")
+    known = state_with(sleeper, **local_versions(), machine="elsewhere")
+    servers.save_state(settings, known)
+    with pytest.raises(UserError, match=r"another machine.*elsewhere.*hexflow down"):
+        stack.up(settings, lambda _: None)
+
+
+def test_up_refuses_a_named_server_that_is_not_there(
+    settings: Settings, free_port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = state_with()
+    state.prefect_url = f"http://127.0.0.1:{free_port}/api"
+    with pytest.raises(UserError, match="PREFECT_API_URL is set"):
+        stack._wait_for_servers(state, own=[], say=lambda _: None)
+
+
+def test_a_home_that_cannot_be_made_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    blocked = Settings(home=tmp_path / "file" / "home", runs=tmp_path, ledger_url="")
+    with pytest.raises(UserError, match="HEXFLOW_HOME"), stack._locked(blocked):
+        pass
+
+
+def test_a_member_that_ends_early_is_told_with_its_log(settings: Settings) -> None:
+    argv = [sys.executable, "-c", "print('port taken')"]
+    member = servers.start_member(settings, "short", argv, {})
+    with pytest.raises(UserError, match=r"short server ended.*port taken.*short\.log"):
+        stack._wait("short server", lambda: False, member, 30.0, lambda _: None)
+
+
+def test_a_wait_ends_at_its_deadline(settings: Settings, sleeper: Member) -> None:
+    with pytest.raises(UserError, match="did not answer within 0 s"):
+        stack._wait("sleeper", lambda: False, sleeper, 0.3, lambda _: None)
+
+
+def test_a_taken_port_is_not_chosen() -> None:
+    with socket.socket() as holder:
+        holder.bind((servers.HOST, 0))
+        holder.listen()
+        taken = int(holder.getsockname()[1])
+        chosen = servers.choose_port(taken)
+    assert chosen != taken
+    assert servers.choose_port(chosen) == chosen
+
+
+def test_children_resolve_to_the_same_stack(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NO_PROXY", "intranet")
+    env = servers.environment(settings, "http://127.0.0.1:1/api", "http://127.0.0.1:2")
+    assert settings.environment().items() <= env.items()
+    assert env["PREFECT_API_URL"] == "http://127.0.0.1:1/api"
+    assert env["MLFLOW_TRACKING_URI"] == "http://127.0.0.1:2"
+    assert set(env["NO_PROXY"].split(",")) == {"intranet", "127.0.0.1", "localhost"}
+
+
+def test_prefect_yaml_places_every_deployment() -> None:
+    placed = setup.entries(setup.FILE.read_text(), "here", ["fast", "slow"])
+    where = {(entry.entrypoint.split(":")[1], entry.name): entry.work_pool for entry in placed}
+    assert {key for key in where if key[0] in ("train", "rollout")} == {
+        (role, name) for role in ("train", "rollout") for name in ("fast", "slow")
+    }
+    assert where["rollout", "slow"] == setup.PoolChoice(name="slow", work_queue_name="here")
+    for name in ("rl", "profile", "plan", "evaluate"):
+        assert where[name, name] == setup.PoolChoice(name="control", work_queue_name="default")
+
+
+def test_prefect_yaml_names_flows_that_exist() -> None:
+    tree = yaml.safe_load(setup.FILE.read_text())
+    root = setup.FILE.parent.parent
+    for item in tree["deployments"] + tree["per_device_type"]:
+        module, function = item["entrypoint"].split(":")
+        assert f"def {function}(" in (root / f"{module.replace('.', '/')}.py").read_text()
+
+
+def test_differences_of_versions() -> None:
+    assert differences({"prefect": "3.7.7"}, {"prefect": "3.7.7"}) == []
+    assert differences({"prefect": "3.7.7"}, {"prefect": "3.9.1"}) == ["prefect is 3.7.7 here and 3.9.1 there"]
+
+
+def test_a_worker_refuses_other_versions(server: FakeServer) -> None:
+    server.answers["/api/variables/filter"] = [{"value": {**local_versions(), "prefect": "3.9.1"}}]
+    with pytest.raises(UserError, match=r"prefect is .* here and 3\.9\.1 there"):
+        wait_for_setup(PrefectApi(server.url), deadline_s=0.0)
+    server.answers["/api/variables/filter"] = [{"value": json.dumps(local_versions())}]
+    wait_for_setup(PrefectApi(server.url), deadline_s=0.0)
+
+
+def test_set_up_refuses_another_prefect(server: FakeServer) -> None:
+    server.answers["/api/admin/version"] = "2.0.0"
+    with pytest.raises(UserError, match=r"is version 2\.0\.0"):
+        setup.check_versions(PrefectApi(server.url), is_ours=True)
+
+
+def test_set_up_refuses_a_shared_server_of_other_versions(server: FakeServer) -> None:
+    server.answers["/api/admin/version"] = local_versions()["prefect"]
+    server.answers["/api/variables/filter"] = [{"value": {**local_versions(), "wire_schema": "0"}}]
+    with pytest.raises(UserError, match="wire_schema"):
+        setup.check_versions(PrefectApi(server.url), is_ours=False)
+    setup.check_versions(PrefectApi(server.url), is_ours=True)
+
+
+def test_refusals_and_outages_are_told_apart(server: FakeServer, free_port: int) -> None:
+    with pytest.raises(UserError, match="none such"):
+        PrefectApi(server.url).flow_run("1")
+    with pytest.raises(Unreachable):
+        PrefectApi(f"http://127.0.0.1:{free_port}/api").flow_run("1")
+
+
+@pytest.mark.e2e
+def test_a_real_stack_starts_heals_and_ends(stack_settings: Settings) -> None:
+    """Set-up made what prefect.yaml says; `up` again is a no-op; a killed worker comes back; `down` leaves nothing."""
+    up = hexflow("up")
+    assert up.returncode == 0, up.stderr
+    first = stack.find(stack_settings)
+    assert first is not None
+    assert set(first.members) == {"prefect", "mlflow", "worker-control", "worker-fast", "worker-slow"}
+    api = PrefectApi(first.prefect_url)
+    form = api.call("GET", "/deployments/name/rl/rl")["parameter_openapi_schema"]
+    assert form["definitions"]["AlgorithmSection"]["properties"]["lr"]["description"]
+    placed = api.call("GET", "/deployments/name/rollout/slow")
+    assert (placed["work_pool_name"], placed["work_queue_name"]) == ("slow", "tester")
+    assert hexflow("status").returncode == 0
+
+    assert hexflow("up").returncode == 0
+    again = stack.find(stack_settings)
+    assert again is not None
+    assert again.members == first.members
+    rss = [process.memory_info().rss for process, _ in servers.marked_processes(stack_settings)]
+    assert sum(rss) < 1.5 * 2**30
+
+    os.kill(first.members["worker-slow"].pid, signal.SIGKILL)
+    assert hexflow("up").returncode == 0
+    healed = stack.find(stack_settings)
+    assert healed is not None
+    assert healed.members["worker-slow"].pid != first.members["worker-slow"].pid
+    assert healed.members["prefect"] == first.members["prefect"]
+
+    pids = [process.pid for process, _ in servers.marked_processes(stack_settings)]
+    assert hexflow("down").returncode == 0
+    assert not [pid for pid in pids if psutil.pid_exists(pid)]
+    assert hexflow("status").returncode == 1
+
+
+def hexflow(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "deployments.cli", *arguments], capture_output=True, text=True, timeout=240, check=False
+    )
