@@ -51,7 +51,7 @@ def make_engine(algorithm: AlgorithmSection, steps: int = 10, seed: int = 0) -> 
     return Engine(Policy(tiny_model(seed=seed), algorithm.temperature), algorithm, steps, one_rank(), torch.float32)
 
 
-def random_groups(count: int, seed: int, answers: int = 4) -> list[Group]:
+def random_groups(count: int, seed: int, answers: int = 4, version: int = 0) -> list[Group]:
     """Groups with prompts and answers of many lengths, random rewards and behaviour log-probabilities."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -64,7 +64,7 @@ def random_groups(count: int, seed: int, answers: int = 4) -> list[Group]:
         for _ in range(answers):
             (length,) = integers(1, 7)
             logprobs = (-3.0 - torch.rand(length, generator=generator)).tolist()
-            segment = Segment(tuple(integers(0, VOCABULARY, length)), tuple(logprobs), 0, "replica-0")
+            segment = Segment(tuple(integers(0, VOCABULARY, length)), tuple(logprobs), version, "replica-0")
             trajectories.append(Trajectory((segment,), Outcome.SCORED, float(torch.rand(1, generator=generator))))
         prompt = tuple(integers(0, VOCABULARY, integers(2, 9)[0]))
         groups.append(Group(group_id, group_id, prompt, tuple(trajectories)))

@@ -4,9 +4,11 @@ The gradient equals that of the token-mean loss over the whole minibatch, howeve
 dealt to ranks.
 """
 
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import deepspeed
@@ -17,7 +19,10 @@ from tasks.experiment import AlgorithmSection
 from tasks.training.losses import PEAK_NAMES, SUM_NAMES, has_gradient, loss_metrics, policy_loss
 from tasks.training.packing import MicroBatch, TrainingGroup, deal, pack
 from tasks.training.policy import Policy
+from tasks.training.randomness import random_state, set_random_state
 from tasks.training.ranks import Ranks
+
+_TAG = "state"  # DeepSpeed's subdirectory of a checkpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +109,16 @@ class Engine:
                 if self._ranks.leads:
                     weights[name] = parameter.detach().to("cpu", dtype, copy=True).contiguous()
         return weights
+
+    def save(self, directory: Path, random_state_path: Path) -> None:
+        """Write model, optimiser and this rank's random generators; every rank must call it."""
+        self.deepspeed.save_checkpoint(str(directory), tag=_TAG, save_latest=False)
+        random_state_path.write_text(json.dumps(random_state()))
+
+    def load(self, directory: Path, random_state_path: Path) -> None:
+        """Continue from what `save` wrote; every rank must call it."""
+        self.deepspeed.load_checkpoint(str(directory), tag=_TAG)
+        set_random_state(json.loads(random_state_path.read_text()))
 
     def _hand(self, groups: Sequence[TrainingGroup]) -> list[MicroBatch]:
         packed = pack(groups, self._algorithm.tokens_per_micro_batch)

@@ -1,0 +1,195 @@
+"""What only rank 0 of the trainer does: speak to the ledger, publish weights, report.
+
+A version is published before the checkpoint of the same step is written, because replicas should not wait for a
+checkpoint. Dying in between loses nothing: a resume goes back to the older checkpoint and abandons the version.
+"""
+
+import contextlib
+import json
+import math
+import os
+import shutil
+import signal
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from safetensors.torch import save_file
+from torch import Tensor
+
+from planners.errors import UserError
+from tasks.exchange.heartbeat import Heartbeat
+from tasks.exchange.layout import RunDirectory
+from tasks.exchange.ledger import Actor, Fenced, GroupRow, Ledger
+from tasks.exchange.trajectories import Group, Outcome, delete_payloads
+from tasks.exchange.weights import delete_unused, publish_weights
+from tasks.experiment import Experiment
+from tasks.tracking import Tracker
+from tasks.training.checkpoints import checkpoint_steps
+
+_POLL_S = 0.1
+_GOODBYE_S = 1.0  # longest time that telling MLflow holds up a process that was told to end
+_SIGTERM_STATUS = 128 + signal.SIGTERM
+_COPIED = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab*",
+    "merges.txt",
+    "chat_template*",
+)
+"""Files of the model directory that every version carries besides its weights."""
+
+
+@dataclass(frozen=True)
+class Leader:
+    """The trainer as the rest of the run sees it."""
+
+    run: RunDirectory
+    experiment: Experiment
+    model_path: Path
+    ledger: Ledger
+    actor: Actor
+    heartbeat: Heartbeat
+    tracker: Tracker
+
+    @property
+    def lineage(self) -> int:
+        """The lineage that this trainer works in; it stays, because a resume starts another trainer."""
+        row = self.ledger.find_run(run_id=self.actor.run_id)
+        if row is None:
+            raise UserError(f"The ledger knows no run {self.actor.run_id}: `hexflow runs` lists those it knows.")
+        return row.lineage
+
+    def confirm(self) -> None:
+        """Raise Fenced if another trainer has taken over."""
+        self.ledger.heartbeat(self.actor)
+
+    def take_groups(self, step: int) -> tuple[list[GroupRow], float]:
+        """The groups of `step` in the ledger's order, and the seconds spent waiting for them.
+
+        Raises:
+            UserError: they did not come within the deadline; the message names who is silent.
+        """
+        settings = self.experiment.run
+        # The first step also waits for the replicas to start.
+        deadline_s = settings.step_deadline_s + (settings.start_deadline_s if step == 0 else 0.0)
+        started = time.monotonic()
+        self.heartbeat.report("running", f"waiting for the groups of step {step}")
+        while (rows := self.ledger.take_groups(self.actor, step)) is None:
+            if time.monotonic() - started > deadline_s:
+                raise UserError(self._describe_silence(step, deadline_s))
+            time.sleep(_POLL_S)
+        wait_s = time.monotonic() - started
+        self.ledger.record_span(self.actor, "wait", wait_s)
+        self.heartbeat.report("running", f"training step {step}")
+        return rows, wait_s
+
+    def publish(self, number: int, weights: dict[str, Tensor]) -> None:
+        """Publish policy version `number` unless it is there, announce it, and delete what nobody needs."""
+        lineage = self.lineage
+        path = self.run.weights_path(lineage, number)
+        if not path.exists():
+            publish_weights(self.run, lineage, number, lambda directory: self._fill(directory, weights))
+        self.ledger.record_version(self.actor, number, str(path))
+        keep = self.ledger.retire_versions(self.actor, self.experiment.storage.keep_versions)
+        delete_unused(self.run, keep)
+
+    def require_newest(self, step: int) -> None:
+        """Refuse to train `step` while the run is further.
+
+        Raises:
+            UserError: a newer version is live, so this run has to be resumed.
+        """
+        latest = self.ledger.latest_version(self.actor.run_id)
+        if latest != (self.lineage, step):
+            raise UserError(
+                f"Run {self.actor.run_id} is at version {latest}, but the trainer was started at step {step}: "
+                f"continue it with `hexflow resume {self.actor.run_id}`."
+            )
+
+    def delete_payloads(self) -> None:
+        """Delete consumed trajectories that retention does not keep and every checkpoint includes."""
+        oldest = min(checkpoint_steps(self.run), default=0)
+        keep_steps = self.experiment.storage.keep_steps
+        delete_payloads(self.run, self.ledger.disposable_groups(self.actor.run_id, keep_steps, oldest))
+
+    def report(self, step: int, metrics: dict[str, float]) -> None:
+        """Record the finished step in the ledger and in MLflow; values that are not finite are counted, not stored."""
+        finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
+        finite["nonfinite/metrics"] = float(len(metrics) - len(finite))
+        self.ledger.record_step(self.actor, step, json.dumps(finite))
+        self.tracker.log(metrics, step)
+
+    def _fill(self, directory: Path, weights: dict[str, Tensor]) -> None:
+        for pattern in _COPIED:
+            for file in sorted(self.model_path.glob(pattern)):
+                shutil.copyfile(file, directory / file.name)
+        save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+
+    def _describe_silence(self, step: int, deadline_s: float) -> str:
+        progress = self.ledger.progress(self.actor.run_id)
+        replicas = [actor for actor in self.ledger.actors(self.actor.run_id) if actor.role == "replica"]
+        described = "; ".join(
+            f"replica {r.slot} on {r.machine} is {r.state}{f' ({r.message})' if r.message else ''}, last heard "
+            f"{r.silent_s:.0f} s ago"
+            for r in replicas
+        )
+        return (
+            f"The rollout side did not deliver the groups of step {step} within {deadline_s:.0f} s "
+            f"(run.step_deadline_s): {progress.groups['leased']} groups are being generated, "
+            f"{progress.groups['scored']} are scored, {self.experiment.workload.prompts_per_step} are needed; "
+            f"{described or 'no replica has joined'}. See the logs in {self.run.logs}."
+        )
+
+
+def batch_metrics(rows: Sequence[GroupRow], groups: Sequence[Group], step: int) -> dict[str, float]:
+    """What the data of a step looks like: rewards, lengths, outcomes and staleness, by metric name."""
+    answers = [answer for group in groups for answer in group.trajectories]
+    trained = [answer for group in groups for answer in group.trained]
+    rewards = [answer.reward for answer in trained]
+    mean = math.fsum(rewards) / len(rewards)
+    staleness = [step - answer.oldest_version for answer in trained]
+    tokens = [len(answer.token_ids) for answer in answers]
+    return {
+        "reward/mean": mean,
+        "reward/std": math.sqrt(math.fsum((reward - mean) ** 2 for reward in rewards) / len(rewards)),
+        "reward/zero_variance_groups": float(sum(len({a.reward for a in group.trained}) <= 1 for group in groups)),
+        "reward/masked_share": 1 - len(trained) / len(answers),
+        "response/tokens_mean": sum(tokens) / len(tokens),
+        "response/truncated_share": sum(a.outcome is Outcome.TRUNCATED for a in answers) / len(answers),
+        "response_tokens": float(sum(row.response_tokens or 0 for row in rows)),
+        "staleness/mean": sum(staleness) / len(staleness),
+        "staleness/max": float(max(staleness)),
+    }
+
+
+def leave_on_sigterm(leader: Leader) -> None:
+    """End this process within about a second of SIGTERM, telling the ledger and MLflow.
+
+    Python runs signal handlers between bytecodes of the main thread, which a backward pass of seconds holds up. So a
+    thread waits for the interpreter's wake-up byte, which is written at once. Leaving at any instant is safe: what is
+    on the disk is whole or unnamed. The exit status is 0 if the run is over anyway.
+    """
+    reader, writer = socket.socketpair()
+    writer.setblocking(False)
+    signal.signal(signal.SIGTERM, lambda number, frame: None)
+    signal.set_wakeup_fd(writer.fileno())
+
+    def watch() -> None:
+        reader.recv(1)
+        writer.close()
+        with contextlib.suppress(Fenced):
+            leader.ledger.finish(leader.actor, "failed", "ended by SIGTERM")
+        goodbye = threading.Thread(target=leader.tracker.finish, args=("KILLED",), daemon=True)
+        goodbye.start()
+        goodbye.join(_GOODBYE_S)
+        row = leader.ledger.find_run(run_id=leader.actor.run_id)
+        os._exit(_SIGTERM_STATUS if row is not None and row.state == "running" else 0)
+
+    threading.Thread(target=watch, name="leave-on-sigterm", daemon=True).start()

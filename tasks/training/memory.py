@@ -1,0 +1,53 @@
+"""The check before a model is loaded: does training it fit?"""
+
+from pathlib import Path
+
+import psutil
+import torch
+from safetensors import safe_open
+
+from planners.errors import UserError
+from tasks.training.ranks import Ranks
+
+_GIB = 1024**3
+
+
+def training_memory_bytes(parameters: int, zero_stage: int, ranks: int) -> float:
+    """Bytes one rank needs for weights, gradients and Adam: 16 per parameter, less what ZeRO shares among ranks.
+
+    In float32: 4 for the weight, 4 for the gradient, 8 for Adam's two moments. In bfloat16: 2, 2, and 12 for the
+    float32 copy and the moments.
+    """
+    weights = 4 / (ranks if zero_stage >= 3 else 1)
+    gradients = 4 / (ranks if zero_stage >= 2 else 1)
+    optimiser = 8 / (ranks if zero_stage >= 1 else 1)
+    return parameters * (weights + gradients + optimiser)
+
+
+def count_parameters(model_path: Path) -> int:
+    """Parameters of a model on disk, from the headers of its safetensors files."""
+    total = 0
+    for path in sorted(model_path.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 - the file is no mapping
+                total += torch.Size(file.get_slice(name).get_shape()).numel()
+    return total
+
+
+def check_memory(model_path: Path, zero_stage: int, ranks: Ranks) -> None:
+    """Refuse a model whose training state does not fit in what is free for this rank.
+
+    Raises:
+        UserError: it does not fit; activations come on top.
+    """
+    needed = training_memory_bytes(count_parameters(model_path), zero_stage, ranks.size)
+    if ranks.device.type == "cuda":
+        free: float = torch.cuda.mem_get_info(ranks.device)[0]
+    else:
+        free = psutil.virtual_memory().available / ranks.size
+    if needed > free:
+        raise UserError(
+            f"Training {model_path} needs {needed / _GIB:.1f} GiB for weights, gradients and Adam on each rank, "
+            f"but {free / _GIB:.1f} GiB are free on {ranks.device}: free memory, train on more devices with "
+            "algorithm.zero_stage 3, or choose a smaller model."
+        )

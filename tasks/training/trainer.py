@@ -1,0 +1,217 @@
+"""One rank of the trainer: `python -m tasks.training.trainer --run RUN --run-dir DIR …`, started by `launch`.
+
+Step i consumes the groups that the ledger chooses, trains policy version i on them and publishes version i + 1. All
+ranks walk through the same steps; rank 0 alone speaks to the ledger, and tells the others which groups to load.
+"""
+
+import argparse
+import logging
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from planners.errors import UserError
+from tasks.exchange.heartbeat import FENCED_EXIT_STATUS, Heartbeat
+from tasks.exchange.layout import RunDirectory
+from tasks.exchange.ledger import Fenced, GroupRow, Ledger
+from tasks.exchange.trajectories import Group, load_group
+from tasks.experiment import Experiment
+from tasks.processes import apply_device_environment, die_with_parent
+from tasks.tracking import Tracker
+from tasks.training.checkpoints import delete_checkpoints, load_checkpoint, save_checkpoint
+from tasks.training.engine import Engine, StepResult
+from tasks.training.leader import Leader, batch_metrics, leave_on_sigterm
+from tasks.training.losses import permute_advantages, with_advantages
+from tasks.training.memory import check_memory
+from tasks.training.policy import load_policy
+from tasks.training.ranks import Ranks, join_ranks
+
+MAX_SKIPPED_STEPS = 5  # steps in a row with an update that was not finite, before the run is given up
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_log = logging.getLogger(__name__)
+
+
+class Trainer:
+    """The training loop of one rank; `leader` is None on all ranks but the first."""
+
+    def __init__(
+        self, run: RunDirectory, experiment: Experiment, engine: Engine, ranks: Ranks, leader: Leader | None
+    ) -> None:
+        self._run = run
+        self._experiment = experiment
+        self._engine = engine
+        self._ranks = ranks
+        self._leader = leader
+        (self._lineage,) = ranks.share([leader.lineage if leader else 0])
+        self._skipped_steps = 0
+
+    def train(self, first_step: int) -> None:
+        """Train from `first_step` to the run's last step.
+
+        Raises:
+            UserError: the rollout side is silent, or updates are not finite any more.
+            Fenced: another trainer has taken over.
+        """
+        self._publish(first_step)
+        if self._leader:
+            self._leader.require_newest(first_step)
+            delete_checkpoints(self._run, self._experiment.storage.keep_checkpoints, newest=first_step)
+        self._ranks.barrier()
+        for step in range(first_step, self._experiment.run.steps):
+            self._step(step)
+
+    def _step(self, step: int) -> None:
+        started = time.monotonic()
+        rows, wait_s = self._leader.take_groups(step) if self._leader else ([], 0.0)
+        groups = self._load(rows, step)
+        train_started = time.monotonic()
+        result = self._update(groups, step)
+        train_s = time.monotonic() - train_started
+        if self._leader:
+            self._leader.ledger.record_span(self._leader.actor, "busy", train_s)
+        publish_s = self._publish(step + 1)
+        checkpoint_s = self._checkpoint(step + 1)
+        if self._leader:
+            step_s = time.monotonic() - started
+            times = {"step_s": step_s, "wait_s": wait_s, "train_s": train_s, "publish_s": publish_s}
+            data = batch_metrics(rows, groups, step)
+            rates = {"throughput/response_tokens_per_s": data["response_tokens"] / step_s}
+            rates["wait/trainer_for_rollouts"] = wait_s / step_s
+            updates = {"updates": float(result.updates), "nonfinite/updates": float(result.skipped)}
+            checkpoint = {"checkpoint_s": checkpoint_s} if checkpoint_s else {}
+            self._leader.report(step, {**data, **result.metrics, **updates, **times, **checkpoint, **rates})
+            _log.info("step %d: reward %.3f, %.1f s, waited %.1f s", step, data["reward/mean"], step_s, wait_s)
+
+    def _load(self, rows: list[GroupRow], step: int) -> list[Group]:
+        """The step's groups, on every rank; rank 0 knows which."""
+        count = self._experiment.workload.prompts_per_step
+        ids = self._ranks.share([row.group_id for row in rows] or [0] * count)
+        groups = [load_group(self._run.group_path(group_id)) for group_id in ids]
+        bound = self._experiment.workload.max_staleness
+        for group in groups:
+            # The ledger has the version that the replica reported; the tokens themselves are the proof.
+            if step - group.oldest_version > bound:
+                raise RuntimeError(
+                    f"group {group.group_id} has a token of version {group.oldest_version}, more than {bound} versions "
+                    f"older than step {step}"
+                )
+        return groups
+
+    def _update(self, groups: list[Group], step: int) -> StepResult:
+        batch = with_advantages(groups)
+        if self._experiment.algorithm.permute_advantages:
+            batch = permute_advantages(batch, self._experiment.run.seed, step)
+        result = self._engine.train_step(batch, step)
+        self._skipped_steps = self._skipped_steps + 1 if result.skipped else 0
+        if self._skipped_steps == MAX_SKIPPED_STEPS:
+            raise UserError(
+                f"The gradient was not finite in {MAX_SKIPPED_STEPS} steps in a row, the last being step {step}: lower "
+                "algorithm.lr or algorithm.behaviour_weight_cap and continue from the last checkpoint."
+            )
+        return result
+
+    def _publish(self, number: int) -> float:
+        """Publish the policy as version `number`; returns the seconds it took."""
+        started = time.monotonic()
+        weights = self._engine.state_dict(DTYPES[self._experiment.model.dtype])
+        if self._leader:
+            self._leader.publish(number, weights)
+            self._leader.ledger.record_span(self._leader.actor, "publish", time.monotonic() - started)
+        return time.monotonic() - started
+
+    def _checkpoint(self, step: int) -> float:
+        """Write the checkpoint of `step` if it is due; returns the seconds it took, 0 if it is not."""
+        settings = self._experiment.run
+        if step % settings.checkpoint_every and step != settings.steps:
+            return 0.0
+        started = time.monotonic()
+        confirm = self._leader.confirm if self._leader else _nothing
+        save_checkpoint(self._run, step, self._lineage, self._engine, self._ranks, confirm)
+        if self._leader:
+            delete_checkpoints(self._run, self._experiment.storage.keep_checkpoints, newest=step)
+            self._leader.delete_payloads()
+            self._leader.ledger.record_span(self._leader.actor, "publish", time.monotonic() - started)
+        return time.monotonic() - started
+
+
+def _nothing() -> None:
+    """Followers have no attempt of their own to confirm."""
+
+
+def train(args: argparse.Namespace, experiment: Experiment, leader: Leader | None) -> None:
+    """Join the other ranks, load the model and train to the end."""
+    run = RunDirectory(args.run_dir)
+    wait_s = experiment.run.start_deadline_s + experiment.run.step_deadline_s
+    ranks = join_ranks(experiment.run.start_deadline_s, wait_s)
+    algorithm, dtype = experiment.algorithm, DTYPES[experiment.model.dtype]
+    check_memory(args.model_path, algorithm.zero_stage, ranks)
+    torch.manual_seed(experiment.run.seed)
+    policy = load_policy(args.model_path, algorithm.temperature, experiment.model.max_context, dtype)
+    engine = Engine(policy.to(ranks.device), algorithm, experiment.run.steps, ranks, dtype)
+    if args.resume_step:
+        load_checkpoint(run, args.resume_step, engine, ranks)
+    Trainer(run, experiment, engine, ranks, leader).train(args.resume_step or 0)
+    ranks.barrier()
+    dist.destroy_process_group()
+
+
+def lead(args: argparse.Namespace, experiment: Experiment) -> None:
+    """Train as rank 0: take the trainer's place in the ledger, and say there and in MLflow how it ended."""
+    ledger = Ledger(args.ledger_url)
+    actor = ledger.register(args.run, "trainer", 0, os.getpid(), args.machine)
+    heartbeat = Heartbeat(ledger, actor).start()
+    heartbeat.report("starting", "loading the model")
+    tracker = Tracker.child(
+        os.environ.get("MLFLOW_TRACKING_URI"),
+        os.environ.get("HEXFLOW_MLFLOW_RUN"),
+        "trainer",
+        {"hexflow.role": "trainer", "hexflow.slot": "0", "hexflow.attempt": str(actor.attempt)},
+    )
+    leader = Leader(RunDirectory(args.run_dir), experiment, args.model_path, ledger, actor, heartbeat, tracker)
+    leave_on_sigterm(leader)
+    try:
+        train(args, experiment, leader)
+    except Fenced as error:
+        _log.error("%s", error)
+        tracker.finish("KILLED")
+        raise SystemExit(FENCED_EXIT_STATUS) from None
+    except BaseException as error:
+        message = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+        ledger.finish(actor, "failed", message)
+        tracker.finish("FAILED")
+        raise
+    heartbeat.stop()
+    ledger.finish(actor, "done")
+    tracker.finish("FINISHED")
+
+
+def main() -> None:
+    """Parse the command line and train as the rank that RANK says."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--run", required=True, help="run id in the ledger")
+    parser.add_argument("--run-dir", required=True, type=Path, help="directory of the run")
+    parser.add_argument("--model-path", required=True, type=Path, help="prepared model directory")
+    parser.add_argument("--ledger-url", required=True, help="SQLAlchemy URL of the ledger")
+    parser.add_argument("--machine", required=True, help="name of this machine")
+    parser.add_argument("--resume-step", type=int, help="step of the checkpoint to continue from; 0: from the model")
+    args = parser.parse_args()
+    die_with_parent()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
+    try:
+        apply_device_environment()
+        experiment = Experiment.model_validate_json(RunDirectory(args.run_dir).experiment.read_text())
+        if os.environ["RANK"] == "0":
+            lead(args, experiment)
+        else:
+            train(args, experiment, None)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,196 @@
+"""The trainer's processes against the real ledger, with a replica made of this test's thread."""
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from planners.errors import UserError
+from planners.plan import Placement
+from planners.workload import Workload
+from tasks.exchange.files import write_json
+from tasks.exchange.layout import RunDirectory
+from tasks.exchange.ledger import Ledger
+from tasks.exchange.trajectories import load_group, save_group
+from tasks.exchange.weights import verify_weights
+from tasks.experiment import AlgorithmSection, Experiment, RunSection
+from tasks.processes import ProcessGroup
+from tasks.settings import Settings
+from tasks.training.checkpoints import checkpoint_steps
+from tasks.training.launch import run_ranks, run_trainer
+from tasks.training.leader import batch_metrics
+from tasks.training.losses import with_advantages
+from tasks.training.memory import check_memory, count_parameters, training_memory_bytes
+from tests.training_support import free_port, make_engine, one_rank, parameters_of, random_groups, save_tiny_model
+
+PLACEMENT = Placement(role="train", slot=0, machine="here", device_type="cpu", kind="cpu", devices=(0,))
+RUN = "training-test"
+
+
+class FakeReplica(threading.Thread):
+    """Delivers random groups under the newest version for as long as it lives, `limit` at most."""
+
+    def __init__(self, ledger: Ledger, run: RunDirectory, limit: int) -> None:
+        super().__init__(daemon=True)
+        self._ledger, self._run, self._limit = ledger, run, limit
+        self._stopped = threading.Event()
+
+    def run(self) -> None:
+        actor = self._ledger.register(RUN, "replica", 0, os.getpid(), "here")
+        loaded = None
+        while not self._stopped.wait(0.02):
+            latest = self._ledger.latest_version(RUN)
+            if latest is not None and latest != loaded and self._ledger.claim_version(actor, *latest):
+                self._ledger.set_loaded(actor, *latest)
+                loaded = latest
+            lease = self._ledger.lease_group(actor, loaded[1]) if loaded and self._limit else None
+            if lease is None:
+                continue
+            self._limit -= 1
+            (group,) = random_groups(1, seed=lease.prompt_index, version=lease.version)
+            save_group(self._run.group_path(lease.group_id), replace(group, group_id=lease.group_id))
+            tokens = sum(len(t.token_ids) for t in group.trajectories)
+            self._ledger.complete_group(actor, lease.group_id, lease.version, 0.5, {"scored": 4}, tokens)
+
+    def stop(self) -> None:
+        self._stopped.set()
+        self.join()
+
+
+def make_run(settings: Settings, experiment: Experiment) -> tuple[RunDirectory, Ledger]:
+    run = RunDirectory(settings.runs / RUN)
+    run.create()
+    write_json(run.experiment, experiment.model_dump(mode="json"))
+    ledger = Ledger(settings.ledger_url)
+    sizes = experiment.workload
+    ledger.create_run(RUN, sizes.prompts_per_step, sizes.max_staleness, experiment.run.steps, 3)
+    return run, ledger
+
+
+def make_experiment(steps: int, zero_stage: int) -> Experiment:
+    return Experiment(
+        algorithm=AlgorithmSection.model_validate({"lr": 1e-3, "zero_stage": zero_stage, "tokens_per_micro_batch": 40}),
+        workload=Workload(prompts_per_step=3, group_size=4),
+        run=RunSection(steps=steps, checkpoint_every=2, start_deadline_s=120, step_deadline_s=120),
+    )
+
+
+def replayed(run: RunDirectory, ledger: Ledger, experiment: Experiment) -> dict[str, torch.Tensor]:
+    """The weights after training in this process, without interruption, on the groups that the ledger names."""
+    engine = make_engine(experiment.algorithm, steps=experiment.run.steps)
+    for step in range(experiment.run.steps):
+        ids = [row.group_id for row in ledger.groups(RUN) if row.step == step]
+        engine.train_step(with_advantages([load_group(run.group_path(group_id)) for group_id in ids]), step)
+    return parameters_of(engine)
+
+
+def assert_published(run: RunDirectory, version: tuple[int, int], expected: dict[str, torch.Tensor]) -> None:
+    path = run.weights_path(*version)
+    verify_weights(path)
+    published = load_file(path / "model.safetensors")
+    assert published.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(published[name], value, atol=2e-5, rtol=0, msg=name)
+
+
+@pytest.mark.e2e
+def test_two_ranks_train_like_one(settings: Settings, tmp_path: Path) -> None:
+    experiment = make_experiment(steps=3, zero_stage=2)
+    run, ledger = make_run(settings, experiment)
+    replica = FakeReplica(ledger, run, limit=100)
+    replica.start()
+    argv = [sys.executable, "-m", "tasks.training.trainer", "--run", RUN, "--run-dir", str(run.root)]
+    argv += ["--model-path", str(save_tiny_model(tmp_path / "model"))]
+    argv += ["--ledger-url", settings.ledger_url, "--machine", "here"]
+    run_ranks(argv, {}, [run.logs / "trainer-0.log", run.logs / "trainer-0-rank-1.log"])
+    replica.stop()
+
+    assert_published(run, (0, 3), replayed(run, ledger, experiment))
+    assert checkpoint_steps(run) == [2, 3]
+    progress = ledger.progress(RUN)
+    assert (progress.step, progress.consumed, progress.latest_version) == (3, 9, (0, 3))
+    assert progress.max_staleness_seen <= experiment.workload.max_staleness
+    metrics = ledger.steps(RUN)[-1].metrics
+    assert {"reward/mean", "loss", "grad_norm", "lr", "mismatch_kl", "staleness/max", "train_s"} <= metrics.keys()
+    assert metrics["response_tokens"] == metrics["trained_tokens"]
+    assert {span.kind for span in ledger.spans(RUN)} == {"busy", "wait", "publish"}
+    assert {actor.state for actor in ledger.actors(RUN) if actor.role == "trainer"} == {"done"}
+
+
+@pytest.mark.e2e
+def test_a_trainer_that_is_ended_and_resumed_trains_like_one_that_was_not(settings: Settings, tmp_path: Path) -> None:
+    experiment = make_experiment(steps=4, zero_stage=0)
+    run, ledger = make_run(settings, experiment)
+    model_path = save_tiny_model(tmp_path / "model")
+    replica = FakeReplica(ledger, run, limit=8)  # two steps of three groups, and two groups that are too few
+    replica.start()
+    argv = [sys.executable, "-m", "tasks.training.trainer", "--run", RUN, "--run-dir", str(run.root)]
+    argv += ["--model-path", str(model_path), "--ledger-url", settings.ledger_url, "--machine", "here"]
+    alone = {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+    }
+    process = ProcessGroup.start(argv, alone, run.logs / "trainer-0.log")
+    try:
+        wait_until(lambda: trainer_says(ledger)[1] == "waiting for the groups of step 2", process)
+        os.kill(process.pid, signal.SIGTERM)
+        wait_until(lambda: process.poll() is not None, process)
+        assert process.poll() == 128 + signal.SIGTERM
+    finally:
+        process.stop()
+        replica.stop()
+    assert trainer_says(ledger) == ("failed", "ended by SIGTERM")
+    assert checkpoint_steps(run) == [2]
+
+    assert ledger.resume_from(RUN, 2) == 1
+    replica = FakeReplica(ledger, run, limit=100)
+    replica.start()
+    run_trainer(RUN, str(model_path), PLACEMENT, resume_step=2)
+    replica.stop()
+    assert_published(run, (1, 4), replayed(run, ledger, experiment))
+    assert [row.step for row in ledger.steps(RUN)] == [0, 1, 2, 3]
+    assert ledger.progress(RUN).dropped.get("stale", 0) == 0
+
+
+def trainer_says(ledger: Ledger) -> tuple[str, str]:
+    """State and message of the trainer's newest attempt."""
+    return next(((a.state, a.message) for a in ledger.actors(RUN) if a.role == "trainer"), ("absent", ""))
+
+
+def wait_until(condition: Callable[[], bool], process: ProcessGroup) -> None:
+    deadline = time.monotonic() + 120
+    while not condition():
+        assert time.monotonic() < deadline, process.tail()
+        time.sleep(0.05)
+
+
+def test_metrics_of_the_data() -> None:
+    groups = random_groups(3, seed=0, version=4)
+    metrics = batch_metrics([], groups, step=6)
+    rewards = [t.reward for g in groups for t in g.trajectories]
+    assert metrics["reward/mean"] == pytest.approx(sum(rewards) / 12)
+    assert (metrics["staleness/mean"], metrics["staleness/max"]) == (2, 2)
+    assert metrics["reward/zero_variance_groups"] == 0
+
+
+def test_memory_is_checked_before_the_model_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model_path = save_tiny_model(tmp_path / "model")
+    parameters = count_parameters(model_path)
+    assert parameters == sum(p.numel() for p in parameters_of(make_engine(AlgorithmSection())).values())
+    assert training_memory_bytes(1000, zero_stage=0, ranks=4) == 16_000
+    assert training_memory_bytes(1000, zero_stage=3, ranks=4) == 4_000
+    check_memory(model_path, 0, one_rank())
+    monkeypatch.setattr("tasks.training.memory.training_memory_bytes", lambda *_: 1e15)
+    with pytest.raises(UserError, match="GiB are free on cpu: free memory"):
+        check_memory(model_path, 0, one_rank())
