@@ -7,6 +7,7 @@ import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from importlib import metadata
 from pathlib import Path
 
 import psutil
@@ -158,7 +159,7 @@ def test_unmet_requirements() -> None:
 @pytest.fixture
 def no_requirements(monkeypatch: pytest.MonkeyPatch) -> None:
     """A hexflow that requires nothing, so that only conflicts are found."""
-    monkeypatch.setattr(doctor.metadata, "requires", lambda name: [])
+    monkeypatch.setattr(metadata, "requires", lambda name: [])
 
 
 @pytest.mark.usefixtures("no_requirements")
@@ -260,7 +261,10 @@ def test_no_stack(settings: Settings, free_port: int, monkeypatch: pytest.Monkey
 
 def test_a_running_stack(settings: Settings, server: str, process: Callable[..., psutil.Process]) -> None:
     url = server.rstrip("/")
-    remember(settings, {"prefect": url}, prefect=process(HEXFLOW_STACK=str(settings.home)))
+    setup = process()
+    remember(settings, {"prefect": url}, prefect=process(HEXFLOW_STACK=str(settings.home)), setup=setup)
+    setup.kill()  # it ends once the deployments are made
+    setup.wait(10)
     assert stack_findings(settings) == [Finding("stack", Verdict.OK, f"prefect at {url}")]
     remember(settings, {"prefect": f"{url}/hung"}, prefect=process(HEXFLOW_STACK=str(settings.home)))
     fails(stack_findings(settings)[0], "does not answer", "hexflow down")

@@ -24,7 +24,7 @@ EXPERIMENTS = sorted((REPOSITORY / "deployments" / "experiments").glob("*.yaml")
 
 def imported_modules(source: str) -> set[str]:
     """Every module that the source imports anywhere, inside functions and `if TYPE_CHECKING` too."""
-    found = set()
+    found: set[str] = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             found.update(alias.name for alias in node.names)
