@@ -1,0 +1,93 @@
+"""How fast one device trains and publishes, measured through the training step that a run makes."""
+
+import os
+import shutil
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from planners.workload import Workload
+from tasks.exchange.layout import RunDirectory
+from tasks.exchange.trajectories import Outcome, Segment, Trajectory
+from tasks.exchange.weights import publish_weights, verify_weights
+from tasks.experiment import Experiment
+from tasks.profiling.hardware import finish
+from tasks.training.engine import Engine
+from tasks.training.packing import TrainingGroup
+from tasks.training.policy import load_policy
+from tasks.training.ranks import join_ranks
+
+MOST_TOKENS = 65_536
+"""Answer tokens trained at most while measuring; beyond it a profile would take too long."""
+_MEET_S, _WAIT_S = 60.0, 60.0
+
+
+@dataclass(frozen=True)
+class TrainingRates:
+    """Measured response tokens/s of a step, and seconds to publish and to verify one weight version."""
+
+    tokens_per_s: float
+    publish_s: float
+    verify_s: float
+
+
+def measure_training(
+    experiment: Experiment, prompts: Sequence[Sequence[int]], model_path: Path, answer_tokens: int, scratch: Path
+) -> TrainingRates:
+    """Train one group as warm-up, then a step's groups; then publish and verify the weights below `scratch`.
+
+    Args:
+        experiment: as of the run.
+        prompts: token ids of the step's prompts.
+        model_path: the prepared model.
+        answer_tokens: length of the made-up answers.
+        scratch: an empty directory on the disk where runs lie.
+    """
+    os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+    ranks = join_ranks(_MEET_S, _WAIT_S)
+    dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[experiment.model.dtype]
+    policy = load_policy(model_path, experiment.algorithm.temperature, experiment.model.max_context, dtype)
+    engine = Engine(policy.to(ranks.device), experiment.algorithm, experiment.run.steps, ranks, dtype)
+    groups = made_up_groups(prompts, experiment.workload, answer_tokens)
+    engine.train_step(groups[:1], 0)
+    finish(ranks.device)
+    started = time.perf_counter()
+    engine.train_step(groups, 1)
+    finish(ranks.device)
+    step_s = time.perf_counter() - started
+    tokens = sum(group.trained_tokens for group in groups)
+    publish_s, verify_s = _measure_publication(engine, dtype, model_path, scratch)
+    return TrainingRates(tokens / step_s, publish_s, verify_s)
+
+
+def made_up_groups(prompts: Sequence[Sequence[int]], workload: Workload, answer_tokens: int) -> list[TrainingGroup]:
+    """One group per prompt, up to MOST_TOKENS in all, with answers of one length and advantages of both signs."""
+    most = max(1, MOST_TOKENS // (workload.group_size * answer_tokens))
+    groups = []
+    for prompt in prompts[:most]:
+        # The prompt's own tokens are answers as good as any: only their number costs time.
+        tokens = tuple(prompt[position % len(prompt)] for position in range(answer_tokens))
+        answer = Trajectory((Segment(tokens, (-1.0,) * answer_tokens, 0, "profile"),), Outcome.SCORED, 0.0)
+        advantages = tuple(1.0 if number % 2 else -1.0 for number in range(workload.group_size))
+        groups.append(TrainingGroup(tuple(prompt), (answer,) * workload.group_size, advantages))
+    return groups
+
+
+def _measure_publication(engine: Engine, dtype: torch.dtype, model_path: Path, scratch: Path) -> tuple[float, float]:
+    """Seconds to publish a version, from the weights on the device to files that are synced, and to verify it."""
+    run = RunDirectory(scratch)
+    started = time.perf_counter()
+    weights = engine.state_dict(dtype)
+
+    def fill(directory: Path) -> None:
+        shutil.copyfile(model_path / "config.json", directory / "config.json")
+        save_file(weights, directory / "model.safetensors")
+
+    path = publish_weights(run, 0, 1, fill)
+    published = time.perf_counter()
+    verify_weights(path)
+    return published - started, time.perf_counter() - published
