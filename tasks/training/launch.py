@@ -42,6 +42,8 @@ def run_trainer(run_id: str, model_path: str, placement: Placement, resume_step:
     if resume_step is not None:
         argv += ["--resume-step", str(resume_step)]
     env = settings.environment() | device_environment(placement.kind, placement.devices)
+    if placement.kind == "cpu":
+        env["CUDA_VISIBLE_DEVICES"] = ""  # a machine with GPUs may also train on its cores
     logs = [run.logs / f"trainer-{placement.slot}.log"]
     logs += [run.logs / f"trainer-{placement.slot}-rank-{rank}.log" for rank in range(1, placement.ranks)]
     run_ranks(argv, env, logs)

@@ -31,6 +31,7 @@ from tasks.training.policy import load_policy
 from tasks.training.ranks import Ranks, join_ranks
 
 MAX_SKIPPED_STEPS = 5  # steps in a row with an update that was not finite, before the run is given up
+TRUNCATION_WARNING = 0.5  # share of answers cut off by the length limit that is worth a warning
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _log = logging.getLogger(__name__)
 
@@ -84,6 +85,11 @@ class Trainer:
             updates = {"updates": float(result.updates), "nonfinite/updates": float(result.skipped)}
             checkpoint = {"checkpoint_s": checkpoint_s} if checkpoint_s else {}
             self._leader.report(step, {**data, **result.metrics, **updates, **times, **checkpoint, **rates})
+            truncated = data["response/truncated_share"]
+            if truncated > TRUNCATION_WARNING:
+                _log.warning(
+                    "step %d: %.0f %% of the answers hit workload.max_new_tokens, raise it", step, 100 * truncated
+                )
             _log.info("step %d: reward %.3f, %.1f s, waited %.1f s", step, data["reward/mean"], step_s, wait_s)
 
     def _load(self, rows: list[GroupRow], step: int) -> list[Group]:
