@@ -228,9 +228,9 @@ def ledger(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ledger]:
 SIZES = st.tuples(st.integers(1, 3), st.integers(0, 3), st.integers(1, 4))
 
 
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(
-    sizes=SIZES, replicas=st.integers(1, 3), seed=st.integers(0, 2**32), actions=st.integers(0, 150), fail=st.booleans()
+    sizes=SIZES, replicas=st.integers(1, 3), seed=st.integers(0, 2**32), actions=st.integers(0, 120), fail=st.booleans()
 )
 def test_every_interleaving_keeps_the_rules(
     ledger: Ledger, sizes: tuple[int, int, int], replicas: int, seed: int, actions: int, fail: bool
