@@ -53,7 +53,6 @@ class _Problem:
     profiles: Mapping[str, DeviceProfile]
     workload: Workload
     answer_tokens: float
-    reward_s: float
     train_type: str | None
     train_devices: int | None
 
@@ -66,21 +65,17 @@ def plan_split(
     train_type: str | None = None,
     train_devices: int | None = None,
     device_types: Collection[str] | None = None,
-    answer_tokens: float | None = None,
-    reward_s: float = 0.0,
 ) -> Plan:
     """Choose the fastest split of the machine's devices.
 
     Args:
         machine: the devices; their order does not matter.
         profiles: one per device type, by type name.
-        workload: sizes of a step and the staleness bound.
+        workload: sizes of a step and the staleness bound. Answers are as long as the mean of its `response_lengths`;
+            without them, as the longest mean that a profile saw; without that, `max_new_tokens`, the upper bound.
         train_type: train on this type only; None: any.
         train_devices: train on exactly this many devices; None: any number.
         device_types: use only these types; None: all.
-        answer_tokens: expected tokens of an answer; None: the longest mean that a profile saw, or where none has one,
-            `workload.max_new_tokens`, the upper bound.
-        reward_s: seconds by which scoring delays a step.
 
     Raises:
         UserError: fewer than two devices, an unknown type, a missing profile, or a wish that leaves no split.
@@ -96,8 +91,7 @@ def plan_split(
         kinds={device.device_type: device.kind for device in chosen.devices},
         profiles=profiles,
         workload=workload,
-        answer_tokens=_answer_tokens(counts, profiles, workload) if answer_tokens is None else answer_tokens,
-        reward_s=reward_s,
+        answer_tokens=_answer_tokens(counts, profiles, workload),
         train_type=train_type,
         train_devices=train_devices,
     )
@@ -113,7 +107,7 @@ def plan_split(
         rollout_s=best.rollout_s,
         train_s=best.train_s,
         sync_s=profiles[best.train_type].publish_s + _load_s(best, problem),
-        reward_s=reward_s,
+        reward_s=workload.reward_s,
         candidates=tuple(candidates),
         explanation=_explain(candidates, problem),
     )
@@ -137,6 +131,8 @@ def generation_rate(profile: DeviceProfile, concurrency: float) -> float:
 
 
 def _answer_tokens(counts: Mapping[str, int], profiles: Mapping[str, DeviceProfile], workload: Workload) -> float:
+    if workload.response_lengths is not None:
+        return workload.response_lengths.lengths().mean
     seen = [tokens for name in counts if (tokens := profiles[name].answer_tokens) is not None]
     return max(seen, default=float(workload.max_new_tokens))
 
@@ -217,7 +213,7 @@ def _load_s(split: Candidate, problem: _Problem) -> float:
 def _sides_s(split: Candidate, problem: _Problem) -> tuple[float, float]:
     """Seconds per step of the training side and of the rollout side, synchronisation and rewards included."""
     train_side_s = split.train_s + problem.profiles[split.train_type].publish_s
-    return train_side_s, split.rollout_s + _load_s(split, problem) + problem.reward_s
+    return train_side_s, split.rollout_s + _load_s(split, problem) + problem.workload.reward_s
 
 
 def _replicas(rest: Mapping[str, int], problem: _Problem) -> list[_Replica]:

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from planners.cluster import Device, Machine
 from planners.errors import UserError
+from planners.lengths import Samples
 from planners.plan import Plan
 from planners.profile import DeviceProfile
 from planners.split import generation_rate, plan_split
@@ -132,9 +133,9 @@ def test_placements_are_disjoint_and_within_the_gate(problem) -> None:
     assert sum(concurrency) <= max(1, workload.max_staleness) * workload.prompts_per_step * workload.group_size
 
 
-def laptop(cores: int = 2, **wishes) -> Plan:
+def laptop(cores: int = 2, workload: Workload | None = None, **wishes) -> Plan:
     profiles = {"cpu": profile_of("cpu", {8: 20.0, 64: 40.0}, 64.0, publish_s=1.5, load_s=0.8)}
-    return plan_split(machine_of({("cpu", "cpu"): cores}), profiles, Workload(), **wishes)
+    return plan_split(machine_of({("cpu", "cpu"): cores}), profiles, workload or Workload(), **wishes)
 
 
 def test_the_laptop_by_hand() -> None:
@@ -149,8 +150,9 @@ def test_the_laptop_by_hand() -> None:
 
 
 def test_expected_answers_shorten_the_step_and_rewards_lengthen_it() -> None:
-    assert laptop(answer_tokens=4.0).rollout_s == pytest.approx(6.4)
-    assert laptop(reward_s=1.0).step_s == pytest.approx(14.6)
+    expected = Workload(response_lengths=Samples(tokens=(2, 6)))
+    assert laptop(workload=expected).rollout_s == pytest.approx(6.4)
+    assert laptop(workload=Workload(reward_s=1.0)).step_s == pytest.approx(14.6)
 
 
 def test_the_mean_answer_that_was_measured_is_expected() -> None:
