@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from planners.errors import UserError
 from planners.plan import Placement
 from planners.workload import Workload
 from tasks.exchange.files import write_json
+from tasks.exchange.heartbeat import Heartbeat
 from tasks.exchange.layout import RunDirectory
 from tasks.exchange.ledger import Ledger
 from tasks.exchange.trajectories import load_group, save_group
@@ -24,11 +26,15 @@ from tasks.exchange.weights import verify_weights
 from tasks.experiment import AlgorithmSection, Experiment, RunSection
 from tasks.processes import ProcessGroup
 from tasks.settings import Settings
+from tasks.tracking import Tracker
 from tasks.training.checkpoints import checkpoint_steps
+from tasks.training.engine import Engine, StepResult
 from tasks.training.launch import run_ranks, run_trainer
-from tasks.training.leader import batch_metrics
+from tasks.training.leader import Leader, batch_metrics
 from tasks.training.losses import with_advantages
 from tasks.training.memory import check_memory, count_parameters, training_memory_bytes
+from tasks.training.packing import TrainingGroup
+from tasks.training.trainer import Trainer
 from tests.training_support import free_port, make_engine, one_rank, parameters_of, random_groups, save_tiny_model
 
 PLACEMENT = Placement(role="train", slot=0, machine="here", device_type="cpu", kind="cpu", devices=(0,))
@@ -173,6 +179,60 @@ def wait_until(condition: Callable[[], bool], process: ProcessGroup) -> None:
     while not condition():
         assert time.monotonic() < deadline, process.tail()
         time.sleep(0.05)
+
+
+class StubEngine:
+    """Every update it makes is refused for not being finite, unless `skipped` says otherwise."""
+
+    def __init__(self, skipped: list[int]) -> None:
+        self._skipped = iter(skipped)
+        self.steps: list[int] = []
+
+    def state_dict(self, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        return {}
+
+    def train_step(self, groups: list[TrainingGroup], step: int) -> StepResult:
+        self.steps.append(step)
+        return StepResult({}, updates=1, skipped=next(self._skipped))
+
+
+def follower(settings: Settings, engine: StubEngine, max_staleness: int) -> Trainer:
+    """A trainer of 20 steps without a ledger, fed with one group of version 0 again and again."""
+    experiment = Experiment(
+        workload=Workload(prompts_per_step=1, max_staleness=max_staleness),
+        run=RunSection(steps=20, checkpoint_every=100),
+    )
+    run = RunDirectory(settings.runs / RUN)
+    run.create()
+    save_group(run.group_path(0), random_groups(1, seed=0)[0])
+    return Trainer(run, experiment, cast(Engine, engine), one_rank(), None)
+
+
+def test_training_is_given_up_after_several_updates_in_a_row_that_are_not_finite(settings: Settings) -> None:
+    engine = StubEngine([1, 1, 1, 1, 0, 1, 1, 1, 1, 1])
+    with pytest.raises(UserError, match="not finite in 5 steps in a row, the last being step 9"):
+        follower(settings, engine, max_staleness=20).train(0)
+    assert engine.steps == list(range(10))
+
+
+def test_a_group_past_the_bound_is_never_trained_on(settings: Settings) -> None:
+    engine = StubEngine([0] * 20)
+    with pytest.raises(RuntimeError, match="group 0 has a token of version 0, more than 2 versions older than step 3"):
+        follower(settings, engine, max_staleness=2).train(0)
+    assert engine.steps == [0, 1, 2]
+
+
+def test_the_message_of_a_silent_rollout_side_says_who_is_silent(settings: Settings) -> None:
+    experiment = Experiment(run=RunSection(step_deadline_s=0.2, start_deadline_s=0.2))
+    run, ledger = make_run(settings, experiment)
+    replica = ledger.register(RUN, "replica", 0, os.getpid(), "there")
+    ledger.heartbeat(replica, "starting", "loading vLLM")
+    actor = ledger.register(RUN, "trainer", 0, os.getpid(), "here")
+    leader = Leader(run, experiment, run.root, ledger, actor, Heartbeat(ledger, actor), Tracker(None))
+    with pytest.raises(
+        UserError, match=r"8 are needed; replica 0 on there is starting \(loading vLLM\), last heard 0 s"
+    ):
+        leader.take_groups(0)
 
 
 def test_metrics_of_the_data() -> None:
