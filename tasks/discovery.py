@@ -38,7 +38,7 @@ def _devices() -> tuple[Device, ...]:
         gpus = parse_gpu_list(_query_gpus())
         if gpus:
             return gpus
-    return _cpu_devices({core: "cpu" for core in cores}, len(cores))
+    return _cpu_devices(dict.fromkeys(cores, "cpu"), len(cores))
 
 
 def _cpu_devices(type_by_core: dict[int, str], cores: int) -> tuple[Device, ...]:
@@ -87,7 +87,7 @@ def _query_gpus() -> str:
 
 
 def parse_gpu_list(text: str) -> tuple[Device, ...]:
-    """GPUs from nvidia-smi's lines `index, name, total memory in MiB, uuid`; only those in CUDA_VISIBLE_DEVICES, if set.
+    """GPUs from nvidia-smi's lines `index, name, memory in MiB, uuid`; only those in CUDA_VISIBLE_DEVICES, if set.
 
     Raises:
         UserError: a GPU reports no memory of its own.
