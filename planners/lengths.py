@@ -1,7 +1,7 @@
 """Distributions of lengths in tokens, all reduced to equally likely points so that costs integrate over them."""
 
 from bisect import bisect_left
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from math import exp, log, sqrt
 from statistics import NormalDist
@@ -16,7 +16,7 @@ POINTS = 2000
 class Lengths:
     """Equally likely lengths in ascending order."""
 
-    points: tuple[float, ...]
+    points: tuple[float, ...] = field(repr=False)
 
     @property
     def mean(self) -> float:

@@ -1,0 +1,265 @@
+"""A plan for a described cluster: what runs where, how fast, at what price, in how much memory, how near the optimum.
+
+It holds all that the simulator needs, so a plan file can be simulated, or compared, on another machine.
+"""
+
+from dataclasses import asdict
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from planners.columns import Problem
+from planners.errors import UserError
+from planners.memory import Memory, serving_memory
+from planners.placement import Placed
+from planners.sync import SyncMode
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class StagePlan(_Part):
+    """One pipeline stage of the trainer; there is one without a pipeline."""
+
+    device_type: str
+    data: int = Field(description="Data-parallel ranks.")
+    tensor: int = Field(description="Tensor-parallel ranks.")
+    layer_share: float = Field(description="Share of the layers.")
+    devices: dict[str, tuple[int, ...]] = Field(description="Device indices by machine.")
+
+
+class TrainingPlan(_Part):
+    """Who trains."""
+
+    layout: str
+    zero: int = Field(description="DeepSpeed ZeRO stage.")
+    stages: tuple[StagePlan, ...]
+
+
+class ReplicaPlan(_Part):
+    """One engine."""
+
+    layout: str = Field(description="Key of `iterations` and of `memory`.")
+    device_type: str
+    machine: str
+    devices: tuple[int, ...]
+    concurrency: int
+    tokens_per_s: float
+    latency_s: float = Field(description="Seconds of an answer of the 99 % quantile length.")
+
+
+class IterationPlan(_Part):
+    """Seconds of an engine iteration: base_s[n−1] + per_cached_token_s·S + per_context_s·S/n."""
+
+    base_s: tuple[float, ...]
+    per_cached_token_s: float
+    per_context_s: float
+    prefill_s: float
+
+
+class MachinePlan(_Part):
+    """One machine and what its devices do."""
+
+    name: str
+    device_type: str
+    devices: int
+    training: int = Field(description="Devices that train.")
+    rollout: int = Field(description="Devices that generate.")
+
+
+class MemoryPlan(_Part):
+    """Bytes on one device, by part."""
+
+    role: str
+    weights: float
+    gradients: float
+    optimiser: float
+    activations: float
+    kv: float
+    workspace: float
+    available: float
+
+
+class DemandPlan(_Part):
+    """What a step asks, as far as simulation needs it."""
+
+    prompts_per_step: int
+    group_size: int
+    max_staleness: int
+    prompt_tokens: float
+    response_points: tuple[float, ...] = Field(description="Equally likely answer lengths.")
+
+
+class ClusterPlan(_Part):
+    """A chosen plan. Times are seconds per training step; throughput counts response tokens."""
+
+    mode: str
+    cluster: str
+    model: str
+    what_if: bool = Field(description="Whether it uses layouts or sync modes that do not run yet.")
+    throughput_tokens_per_s: float
+    step_s: float
+    rollout_s: float
+    train_s: float
+    sync_s: float
+    transfer_s: float
+    sync_mode: SyncMode
+    reward_s: float
+    usd_per_h: float = Field(description="Price of the devices used.")
+    usd_per_million_tokens: float
+    upper_bound_tokens_per_s: float = Field(description="No plan of the listed layouts is faster under these costs.")
+    gap: float = Field(description="(bound − throughput)/bound.")
+    gap_solver: float = Field(description="What the solver left unproven.")
+    gap_placement: float = Field(description="What concrete machines lose against the best links.")
+    bound_holds: str
+    solve_s: float
+    limited_by: str
+    training: TrainingPlan
+    replicas: tuple[ReplicaPlan, ...]
+    machines: tuple[MachinePlan, ...]
+    memory: dict[str, MemoryPlan]
+    iterations: dict[str, IterationPlan]
+    demand: DemandPlan
+
+
+BOUND_HOLDS = "within the listed layouts, the chosen sync mode and this cost model"
+
+
+def build_plan(
+    problem: Problem, placed: Placed, *, mode: str, bound_step_s: float, solver_step_s: float, solve_s: float
+) -> ClusterPlan:
+    """Assemble the plan of a placement."""
+    demand, topology = problem.demand, problem.topology
+    throughput = demand.tokens_per_step / placed.step_s
+    upper = demand.tokens_per_step / bound_step_s
+    machines = _machines(problem, placed)
+    price = sum(
+        (m.training + m.rollout) * next(n for n in topology.nodes if n.name == m.name).device.usd_per_h
+        for m in machines
+    )
+    columns = sorted({column for column, _, _ in placed.replicas}, key=lambda c: c.name)
+    rollout_s = demand.tokens_per_step / placed.rate
+    return ClusterPlan(
+        mode=mode,
+        cluster=topology.name,
+        model=problem.model.name,
+        what_if=not placed.training.layout.runs_today or problem.sync_mode != "storage",
+        throughput_tokens_per_s=throughput,
+        step_s=placed.step_s,
+        rollout_s=rollout_s,
+        train_s=placed.train_s,
+        sync_s=placed.sync.pause_s,
+        transfer_s=placed.sync.transfer_s,
+        sync_mode=problem.sync_mode,
+        reward_s=demand.reward_s,
+        usd_per_h=price,
+        usd_per_million_tokens=price / 3600 / throughput * 1e6,
+        upper_bound_tokens_per_s=upper,
+        gap=max(0.0, 1 - throughput / upper),
+        gap_solver=max(0.0, 1 - bound_step_s / solver_step_s),
+        gap_placement=max(0.0, (1 / solver_step_s - 1 / placed.step_s) * bound_step_s),
+        bound_holds=BOUND_HOLDS,
+        solve_s=solve_s,
+        limited_by="training" if placed.train_s >= rollout_s + demand.reward_s else "generation",
+        training=_training(problem, placed),
+        replicas=_replicas(placed),
+        machines=machines,
+        memory=_memory(problem, placed),
+        iterations={
+            c.name: IterationPlan(
+                **asdict(problem.serving.iteration(topology.types[c.device_type], c.tensor, c.concurrency))
+            )
+            for c in columns
+        },
+        demand=DemandPlan(
+            prompts_per_step=demand.prompts_per_step,
+            group_size=demand.group_size,
+            max_staleness=demand.max_staleness,
+            prompt_tokens=demand.prompt.mean,
+            response_points=demand.response.points,
+        ),
+    )
+
+
+def _training(problem: Problem, placed: Placed) -> TrainingPlan:
+    layout = placed.training.layout
+    shares = problem.training.layer_shares(layout.stages)
+    return TrainingPlan(
+        layout=layout.name,
+        zero=layout.zero,
+        stages=tuple(
+            StagePlan(
+                device_type=stage.device_type,
+                data=stage.data,
+                tensor=stage.tensor,
+                layer_share=share,
+                devices={node.name: devices for node, devices in taken},
+            )
+            for stage, share, taken in zip(layout.stages, shares, placed.stages, strict=True)
+        ),
+    )
+
+
+def _replicas(placed: Placed) -> tuple[ReplicaPlan, ...]:
+    return tuple(
+        ReplicaPlan(
+            layout=c.name,
+            device_type=c.device_type,
+            machine=node.name,
+            devices=devices,
+            concurrency=c.concurrency,
+            tokens_per_s=c.tokens_per_s,
+            latency_s=c.latency_s,
+        )
+        for c, node, devices in placed.replicas
+    )
+
+
+def _machines(problem: Problem, placed: Placed) -> tuple[MachinePlan, ...]:
+    training = {node.name: len(devices) for stage in placed.stages for node, devices in stage}
+    rollout: dict[str, int] = {}
+    for column, node, _ in placed.replicas:
+        rollout[node.name] = rollout.get(node.name, 0) + column.tensor
+    return tuple(
+        MachinePlan(
+            name=n.name,
+            device_type=n.type_name,
+            devices=n.devices,
+            training=training.get(n.name, 0),
+            rollout=rollout.get(n.name, 0),
+        )
+        for n in problem.topology.nodes
+    )
+
+
+def _memory(problem: Problem, placed: Placed) -> dict[str, MemoryPlan]:
+    parts: dict[str, MemoryPlan] = {}
+    for i, memory in enumerate(problem.training.memory(placed.training.layout)):
+        parts[f"training stage {i}"] = _memory_plan("train", memory)
+    for column, _, _ in placed.replicas:
+        memory = serving_memory(problem.model, problem.topology.types[column.device_type], column.tensor)
+        parts[column.name] = _memory_plan("rollout", memory)
+    return parts
+
+
+def _memory_plan(role: str, memory: Memory) -> MemoryPlan:
+    return MemoryPlan(role=role, **asdict(memory))
+
+
+def read_plan(path: Path) -> ClusterPlan:
+    """Read a plan file.
+
+    Raises:
+        UserError: missing, unreadable, or not a plan.
+    """
+    try:
+        return ClusterPlan.model_validate_json(path.read_text())
+    except FileNotFoundError:
+        raise UserError(f"There is no plan file {path}: write one with `hexflow plan … --json FILE`.") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"The plan file {path} cannot be read: {error}.") from None
+    except ValidationError as error:
+        fault = error.errors()[0]
+        where = ".".join(map(str, fault["loc"])) or "the file"
+        raise UserError(f"{path} is no plan: {where}: {fault['msg'].lower()}.") from None

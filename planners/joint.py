@@ -1,0 +1,313 @@
+"""Mode `joint`: one mixed-integer program decides who trains, who generates, and in which layout.
+
+    σ  training columns     T_σ seconds a step; uses a_σ,t,k places; trained by the type set g(σ)
+    ψ  rollout columns      tp_ψ devices of type t, concurrency c_ψ, h_ψ tokens/s, latency ℓ_ψ of a 99 % answer
+    z_σ ∈ {0,1}  y_ψ ∈ ℕ    chosen layout, number of replicas
+    m_t,d ∈ ℕ               machines of type t with d devices that generate and do not train; m_t = Σ_d m_t,d
+    l_t, v_t, s_t ∈ {0,1}   whether the trainer's machine generates too, m_t ≥ 1, m_t ≥ 2
+    T, τ, H, S, X           step time, generation time, generation rate, sync pause, transfer time
+
+    minimise T                                                   (or price, see below)
+    (1)  Σ_σ z_σ = 1
+    (2)  Σ_σ a_σ,t,k z_σ + Σ_{ψ of t, tp ≥ k} (tp_ψ/k) y_ψ ≤ Σ_machines ⌊d/k⌋          ∀ t, k: they fit side by side
+    (3)  H = Σ h_ψ y_ψ,   τ ≥ W/H                                convex: tangents τ ≥ (W/H₀)(2 − H/H₀) until tight
+    (4)  T ≥ Σ T_σ z_σ + S
+    (5)  T ≥ τ + R + S          R reward seconds;   η = 0:  T ≥ Σ T_σ z_σ + τ + R + S instead of (4), (5)
+    (6)  Σ c_ψ y_ψ ≤ max(1, η)·B·G                               more in flight would starve at the gate
+    (7)  (η + 1)·T ≥ ℓ_ψ for used ψ                              a long answer must not go stale
+    (8)  Σ_d d·m_t,d ≥ Σ_{ψ of t} tp_ψ y_ψ − min(Σ spare_σ,t z_σ, l_t·max d),   m_t,d ≤ machines left by training
+    (9)  S, X as in `planners.sync`, per type set g, switched on by Σ_{σ: g(σ)=g} z_σ
+   (10)  T ≥ X
+
+Variants: Σ_t price_t·n_t ≤ budget with n_t devices used; or T ≤ target, minimise Σ_t price_t·n_t. Columns carry the
+best link that any placement gives, so the solver's bound holds for every placement of the listed layouts.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from planners.columns import Problem, RolloutColumn, TrainingColumn
+from planners.errors import UserError
+from planners.serving import TENSOR_RANKS
+from planners.solver import Infeasible, minimise
+from planners.sync import storage_s
+
+TANGENT_RATIO = 1.04
+TIGHT = 1e-5
+SLACK = 1e-5
+ROUNDS = 12
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What is minimised under which limit: step time on everything, under a budget, or price under a target."""
+
+    budget_usd_per_h: float | None = None
+    target_step_s: float | None = None
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A solved program: chosen columns, and bounds proven for all others.
+
+    `objective` and `bound` are seconds per step, or USD per hour where a target step time is given.
+    """
+
+    training: TrainingColumn
+    replicas: Mapping[RolloutColumn, int]
+    objective: float
+    bound: float
+
+
+class _Program:
+    """The variables and constraints of one solve."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        training: list[TrainingColumn],
+        rollout: list[RolloutColumn],
+        wish: Wish,
+        step_floor_s: float | None,
+    ) -> None:
+        import pulp
+
+        self.pulp = pulp
+        self.problem, self.training, self.rollout, self.wish = problem, training, rollout, wish
+        self.program = pulp.LpProblem("joint", pulp.LpMinimize)
+        self.z = [self.program.add_variable(f"z{i}", cat=pulp.LpBinary) for i in range(len(training))]
+        self.y = [
+            self.program.add_variable(f"y{i}", 0, problem.capacity[c.device_type, c.tensor], cat=pulp.LpInteger)
+            for i, c in enumerate(rollout)
+        ]
+        self.step, self.generation = self.program.add_variable("T", 0), self.program.add_variable("tau", 0)
+        self.rate = self.program.add_variable("H", min(c.tokens_per_s for c in rollout))
+        self.pause, self.transfer = self.program.add_variable("S", 0), self.program.add_variable("X", 0)
+        self._objective()
+        self._assignment()
+        self._times()
+        self._latency(step_floor_s)
+        self._sync()
+
+    def _objective(self) -> None:
+        sum_ = self.pulp.lpSum
+        self.price = sum_(self.problem.topology.types[t].usd_per_h * self._used(t) for t in self.problem.topology.types)
+        if self.wish.target_step_s is None:
+            self.program += self.step
+        else:
+            self.program += self.price + 1e-6 * sum_(self.y)
+            self.program += self.step <= self.wish.target_step_s
+        if self.wish.budget_usd_per_h is not None:
+            self.program += self.price <= self.wish.budget_usd_per_h
+
+    def _used(self, device_type: str) -> Any:
+        """n_t."""
+        return self.pulp.lpSum(
+            [c.uses.get((device_type, 1), 0) * z for c, z in zip(self.training, self.z, strict=True)]
+            + [c.tensor * y for c, y in zip(self.rollout, self.y, strict=True) if c.device_type == device_type]
+        )
+
+    def _assignment(self) -> None:
+        """(1), (2), (6)."""
+        sum_, problem = self.pulp.lpSum, self.problem
+        self.program += sum_(self.z) == 1
+        for t in problem.topology.types:
+            for k in TENSOR_RANKS:
+                places = [c.uses.get((t, k), 0) * z for c, z in zip(self.training, self.z, strict=True)]
+                places += [
+                    c.tensor // k * y
+                    for c, y in zip(self.rollout, self.y, strict=True)
+                    if c.device_type == t and c.tensor >= k
+                ]
+                self.program += sum_(places) <= problem.capacity[t, k]
+        in_flight = sum_(c.concurrency * y for c, y in zip(self.rollout, self.y, strict=True))
+        self.program += in_flight <= problem.demand.gate_answers
+
+    def _times(self) -> None:
+        """(3) with its first tangents, (4), (5)."""
+        sum_, demand = self.pulp.lpSum, self.problem.demand
+        self.program += self.rate == sum_(c.tokens_per_s * y for c, y in zip(self.rollout, self.y, strict=True))
+        train = sum_(c.step_s * z for c, z in zip(self.training, self.z, strict=True))
+        if demand.max_staleness == 0:
+            self.program += self.step >= train + self.generation + demand.reward_s + self.pause
+        else:
+            self.program += self.step >= train + self.pause
+            self.program += self.step >= self.generation + demand.reward_s + self.pause
+        lowest = min(c.tokens_per_s for c in self.rollout)
+        highest = sum(
+            max((c.tokens_per_s / c.tensor for c in self.rollout if c.device_type == t), default=0.0) * count
+            for t, count in self.problem.topology.counts.items()
+        )
+        point = lowest
+        while point < highest * TANGENT_RATIO:
+            self.add_tangent(point)
+            point *= TANGENT_RATIO
+
+    def add_tangent(self, rate: float) -> None:
+        """τ ≥ (W/H₀)(2 − H/H₀)."""
+        at = self.problem.demand.tokens_per_step / rate
+        self.program += self.generation + at / rate * self.rate >= 2 * at
+
+    def _latency(self, step_floor_s: float | None) -> None:
+        """(7), for columns that a step of the floor's length does not already allow."""
+        if step_floor_s is None:
+            return
+        self.program += self.step >= step_floor_s
+        window = self.problem.demand.max_staleness + 1
+        late = [i for i, c in enumerate(self.rollout) if c.latency_s > window * step_floor_s]
+        for i in late:
+            column = self.rollout[i]
+            used = self.program.add_variable(f"w{i}", cat=self.pulp.LpBinary)
+            self.program += self.y[i] <= self.problem.capacity[column.device_type, column.tensor] * used
+            self.program += self.step >= column.latency_s / window * used
+
+    def _sync(self) -> None:
+        """(8), (9), (10)."""
+        problem, weight_bytes = self.problem, self.problem.model.weight_bytes
+        if problem.sync_mode == "storage":
+            self.program += self.pause >= storage_s(problem.topology.storage, weight_bytes)
+            return
+        places = {t: self._generating_machines(t) for t in problem.topology.types}
+        inside_s = {t: weight_bytes / d.link_bytes_per_s for t, d in problem.topology.types.items()}
+        for types in sorted({c.types for c in self.training}):
+            chosen = self.pulp.lpSum(z for c, z in zip(self.training, self.z, strict=True) if c.types == types)
+            reach_s = {
+                t: weight_bytes / max(problem.topology.best_link(g, t) for g in types) for t in problem.topology.types
+            }
+            if problem.sync_mode == "blocking":
+                most = sum(s * problem.machine_counts_of(t) + inside_s[t] for t, s in reach_s.items())
+                total = self.pulp.lpSum(
+                    reach_s[t] * places[t].machines + inside_s[t] * places[t].local for t in problem.topology.types
+                )
+                self.program += self.pause >= total - most * (1 - chosen)
+                continue
+            target = self.pause if problem.sync_mode == "tree" else self.transfer
+            for t, s in reach_s.items():
+                spread_s = weight_bytes / problem.topology.best_link(t, t)
+                tree = s * places[t].remote + spread_s * places[t].several
+                self.program += target >= tree - (s + spread_s) * (1 - chosen)
+                self.program += target >= inside_s[t] * places[t].local
+        self.program += self.step >= self.transfer
+        if problem.sync_mode == "overlapped":
+            for t in problem.topology.types:
+                self.program += self.pause >= inside_s[t] * places[t].local
+                self.program += self.pause >= inside_s[t] * places[t].remote
+
+    def _generating_machines(self, device_type: str) -> "_Places":
+        """(8)."""
+        problem, add, sum_, t = self.problem, self.program.add_variable, self.pulp.lpSum, device_type
+        count = problem.machine_counts_of(t)
+        sizes = [d for (kind, d) in problem.machine_counts if kind == t]
+        of_size = {d: add(f"m_{t}_{d}", 0, problem.machine_counts[t, d], cat=self.pulp.LpInteger) for d in sizes}
+        for d in sizes:
+            training = sum_(c.machines(t, d) * z for c, z in zip(self.training, self.z, strict=True))
+            self.program += of_size[d] + training <= problem.machine_counts[t, d]
+        places = _Places(
+            machines=sum_(of_size.values()),
+            local=add(f"l_{t}", cat=self.pulp.LpBinary),
+            remote=add(f"v_{t}", cat=self.pulp.LpBinary),
+            several=add(f"s_{t}", cat=self.pulp.LpBinary),
+        )
+        room = sum_(d * m for d, m in of_size.items())
+        devices = sum_(c.tensor * y for c, y in zip(self.rollout, self.y, strict=True) if c.device_type == t)
+        spare = sum_(c.spare(t) * z for c, z in zip(self.training, self.z, strict=True))
+        self.program += room >= devices - spare
+        self.program += room >= devices - max(sizes) * places.local
+        self.program += places.machines <= count * places.remote
+        self.program += places.machines - 1 <= count * places.several
+        return places
+
+
+@dataclass(frozen=True)
+class _Places:
+    """Where the replicas of one type stand: m_t remote machines, some on the trainer's, any remote, several remote."""
+
+    machines: Any
+    local: Any
+    remote: Any
+    several: Any
+
+
+def solve_joint(
+    problem: Problem,
+    training: list[TrainingColumn],
+    rollout: list[RolloutColumn],
+    wish: Wish | None = None,
+    *,
+    time_limit_s: float = 60.0,
+    gap: float = 1e-3,
+) -> Choice:
+    """Choose columns: the fastest plan, and among equally fast ones the one that needs the cheapest devices.
+
+    The latency condition (7) costs a binary per column, so a first solve without it gives a floor under T; only the
+    columns that the floor does not allow get one.
+
+    Raises:
+        Infeasible: no plan satisfies the wish.
+        UserError: the solver found none in time.
+    """
+    wish = wish or Wish()
+    window = problem.demand.max_staleness + 1
+    if wish.target_step_s is not None:
+        target_s = wish.target_step_s
+        fitting = [c for c in rollout if c.latency_s <= window * target_s]
+        if not fitting:
+            raise Infeasible
+        return _solve(problem, training, fitting, wish, None, time_limit_s, gap)
+    fastest = _solve(problem, training, rollout, wish, None, time_limit_s, gap)
+    if any(c.latency_s > window * fastest.objective * (1 + 1e-9) for c in fastest.replicas):
+        exact = _solve(problem, training, rollout, wish, fastest.bound, time_limit_s, gap)
+        fastest = replace(exact, bound=max(exact.bound, fastest.bound))
+    return _cheapest_as_fast(problem, rollout, fastest, time_limit_s)
+
+
+def _cheapest_as_fast(problem: Problem, rollout: list[RolloutColumn], fastest: Choice, time_limit_s: float) -> Choice:
+    """The same training column and step time with the cheapest replicas."""
+    target_s = fastest.objective * (1 + SLACK)
+    window = problem.demand.max_staleness + 1
+    fitting = [c for c in rollout if c.latency_s <= window * target_s or c in fastest.replicas]
+    try:
+        cheap = _solve(problem, [fastest.training], fitting, Wish(target_step_s=target_s), None, time_limit_s, 1e-3)
+    except Infeasible:  # by less than the solver's own tolerance
+        return fastest
+    return replace(fastest, replicas=cheap.replicas)
+
+
+def step_seconds(problem: Problem, train_s: float, rate: float, pause_s: float, transfer_s: float = 0.0) -> float:
+    """T from its parts, (3) to (5) and (10)."""
+    demand = problem.demand
+    rollout_s = demand.tokens_per_step / rate + demand.reward_s
+    body = train_s + rollout_s if demand.max_staleness == 0 else max(train_s, rollout_s)
+    return max(body + pause_s, transfer_s)
+
+
+def total_rate(replicas: Mapping[RolloutColumn, int]) -> float:
+    """H."""
+    return sum(c.tokens_per_s * n for c, n in replicas.items())
+
+
+def _solve(
+    problem: Problem,
+    training: list[TrainingColumn],
+    rollout: list[RolloutColumn],
+    wish: Wish,
+    step_floor_s: float | None,
+    time_limit_s: float,
+    gap: float,
+) -> Choice:
+    built = _Program(problem, training, rollout, wish, step_floor_s)
+    bound = -math.inf
+    for _ in range(ROUNDS):
+        solution = minimise(built.program, time_limit_s, gap)
+        bound = max(bound, solution.bound)
+        rate = built.rate.varValue
+        if built.generation.varValue >= problem.demand.tokens_per_step / rate * (1 - TIGHT):
+            break
+        built.add_tangent(rate)
+    z = max(range(len(training)), key=lambda i: built.z[i].varValue)
+    replicas = {c: round(y.varValue) for c, y in zip(rollout, built.y, strict=True) if round(y.varValue) > 0}
+    if not replicas:
+        raise UserError("The solver returned a plan without replicas.")
+    return Choice(training[z], replicas, solution.objective, bound)

@@ -1,0 +1,208 @@
+"""The planner's front door: a cluster, a model and a demand in, a plan out."""
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Literal
+
+from planners.cluster_plan import ClusterPlan, build_plan
+from planners.columns import Problem, RolloutColumn, TrainingColumn, rollout_columns, training_columns
+from planners.demand import Demand
+from planners.errors import UserError
+from planners.joint import Choice, Wish, solve_joint
+from planners.model import Model
+from planners.placement import Placed, place, with_real_step
+from planners.profile import DeviceProfile
+from planners.solver import Infeasible
+from planners.sync import SyncMode
+from planners.topology import Topology
+
+Mode = Literal["joint", "two-phase", "homogeneous", "uniform"]
+RANKING_ROUNDS = 4
+
+
+def make_plan(
+    topology: Topology,
+    model: Model,
+    demand: Demand,
+    *,
+    mode: Mode = "joint",
+    what_if: bool = False,
+    sync_mode: SyncMode = "storage",
+    budget_usd_per_h: float | None = None,
+    target_tokens_per_s: float | None = None,
+    partition: Literal["printed", "corrected"] = "corrected",
+    exclude_training_bound: bool = False,
+    profiles: Mapping[str, DeviceProfile] | None = None,
+    time_limit_s: float = 60.0,
+) -> ClusterPlan:
+    """Choose who generates and who trains.
+
+    Args:
+        topology: the machines; with a budget or a target, those that can be rented.
+        model: what is trained.
+        demand: what a step asks.
+        mode: `joint`, `two-phase` (Algorithm 1 of AReaL-Hex), or a baseline: `homogeneous` uses the best single device
+            type, `uniform` trains on half of the devices.
+        what_if: open layouts and sync modes that do not run yet.
+        sync_mode: how weights reach the replicas.
+        budget_usd_per_h: rent at most this much.
+        target_tokens_per_s: rent as cheaply as possible for this throughput.
+        partition: Eq 3 as printed, or corrected (mode `two-phase`).
+        exclude_training_bound: refuse plans with C_T > C_I, as the paper does (mode `two-phase`).
+        profiles: measured device types, by name; they replace the cost model.
+        time_limit_s: of each solve.
+
+    Raises:
+        UserError: bad input, nothing fits, or the wish cannot be met; the message names the best that can.
+    """
+    _check_wishes(mode, budget_usd_per_h, target_tokens_per_s)
+    began = time.perf_counter()
+    problem = Problem(topology, model, demand, what_if=what_if, sync_mode=sync_mode, profiles=profiles)
+    if mode == "two-phase":
+        from planners.two_phase import plan_two_phase
+
+        placed, bound_s, solver_s = plan_two_phase(problem, partition, exclude_training_bound, time_limit_s)
+    else:
+        target_s = demand.tokens_per_step / target_tokens_per_s if target_tokens_per_s else None
+        wish = Wish(budget_usd_per_h, target_s)
+        solve = {"joint": _joint, "homogeneous": _homogeneous, "uniform": _uniform}[mode]
+        placed, bound_s, solver_s = solve(problem, wish, time_limit_s)
+    return build_plan(
+        problem,
+        placed,
+        mode=mode,
+        bound_step_s=bound_s,
+        solver_step_s=solver_s,
+        solve_s=time.perf_counter() - began,
+    )
+
+
+Outcome = tuple[Placed, float, float]
+"""A placement, the bound and the solver's step time."""
+
+
+def _check_wishes(mode: Mode, budget: float | None, target: float | None) -> None:
+    if budget is not None and budget <= 0:
+        raise UserError(f"The budget is {budget:g} USD/h: give a positive one.")
+    if target is not None and target <= 0:
+        raise UserError(f"The target is {target:g} tokens/s: give a positive one.")
+    if budget is not None and target is not None:
+        raise UserError("Give a budget or a target, not both.")
+    if mode == "two-phase" and (budget is not None or target is not None):
+        raise UserError("Mode two-phase plans a given cluster; use --mode joint with a budget or a target.")
+
+
+def _joint(problem: Problem, wish: Wish, time_limit_s: float) -> Outcome:
+    return _solve_and_place(problem, training_columns(problem), rollout_columns(problem), wish, time_limit_s)
+
+
+def _homogeneous(problem: Problem, wish: Wish, time_limit_s: float) -> Outcome:
+    """The best single device type."""
+    training, rollout = training_columns(problem), rollout_columns(problem)
+    outcomes = []
+    for kind in problem.topology.types:
+        train = [c for c in training if c.types == (kind,)]
+        generate = [c for c in rollout if c.device_type == kind]
+        if train and generate:
+            try:
+                outcomes.append(_solve_and_place(problem, train, generate, wish, time_limit_s))
+            except Infeasible:
+                continue
+    if not outcomes:
+        raise UserError(f"No single device type of cluster {problem.topology.name} can train and generate alone.")
+    return min(outcomes, key=lambda outcome: outcome[0].step_s)
+
+
+def _uniform(problem: Problem, wish: Wish, time_limit_s: float) -> Outcome:
+    """Half of the devices train, or as near to half as a layout comes."""
+    training = training_columns(problem)
+    half = problem.topology.devices / 2
+    nearest = min(abs(c.layout.devices - half) for c in training)
+    chosen = [c for c in training if abs(c.layout.devices - half) == nearest]
+    return _solve_and_place(problem, chosen, rollout_columns(problem), wish, time_limit_s)
+
+
+def _solve_and_place(
+    problem: Problem,
+    training: list[TrainingColumn],
+    rollout: list[RolloutColumn],
+    wish: Wish,
+    time_limit_s: float,
+) -> Outcome:
+    """Solve, place, and solve again at the speed that the placement reached while that changes the choice."""
+    try:
+        first = solve_joint(problem, training, rollout, wish, time_limit_s=time_limit_s)
+    except Infeasible:
+        raise UserError(_cannot(problem, training, rollout, wish, time_limit_s)) from None
+    choice, best = first, place(problem, first.training, first.replicas)
+    placed = best
+    for _ in range(RANKING_ROUNDS):
+        if placed.train_s <= choice.training.step_s * (1 + 1e-9):
+            break
+        slower = with_real_step(choice.training, placed)
+        training = [slower if c.layout == slower.layout and c.sizes == slower.sizes else c for c in training]
+        try:
+            choice = solve_joint(problem, training, rollout, wish, time_limit_s=time_limit_s)
+        except Infeasible:
+            break
+        placed = place(problem, choice.training, choice.replicas)
+        best = min(best, placed, key=_quality(wish))
+    if wish.target_step_s is not None:
+        return best, best.step_s, best.step_s
+    return best, min(first.bound, best.step_s), min(first.objective, best.step_s)
+
+
+def _quality(wish: Wish) -> Callable[[Placed], float]:
+    """Smaller is better: step time, or price among placements that meet the target."""
+
+    def price(placed: Placed) -> float:
+        trains = sum(n.device.usd_per_h * len(devices) for stage in placed.stages for n, devices in stage)
+        return trains + sum(n.device.usd_per_h * len(devices) for _, n, devices in placed.replicas)
+
+    def quality(placed: Placed) -> float:
+        if wish.target_step_s is None:
+            return placed.step_s
+        return price(placed) if placed.step_s <= wish.target_step_s * (1 + 1e-6) else 1e9 + placed.step_s
+
+    return quality
+
+
+def _cannot(
+    problem: Problem,
+    training: list[TrainingColumn],
+    rollout: list[RolloutColumn],
+    wish: Wish,
+    time_limit_s: float,
+) -> str:
+    """What is the nearest to the wish that can be had."""
+    tokens = problem.demand.tokens_per_step
+    try:
+        if wish.budget_usd_per_h is not None:
+            slowest = Wish(target_step_s=_longest_step_s(problem, training, rollout))
+            cheapest = solve_joint(problem, training, rollout, slowest, time_limit_s=time_limit_s)
+            return (
+                f"A budget of {wish.budget_usd_per_h:g} USD/h buys no plan: the cheapest is {_words(cheapest)} "
+                f"for {cheapest.objective:.2f} USD/h."
+            )
+        fastest = solve_joint(problem, training, rollout, time_limit_s=time_limit_s)
+    except Infeasible:
+        return (
+            f"Cluster {problem.topology.name} has too few devices: model {problem.model.name} can be trained on it, "
+            "or generate on it, but not both at once. Add devices."
+        )
+    return (
+        f"{tokens / (wish.target_step_s or 1):.0f} tokens/s cannot be reached on cluster {problem.topology.name}: "
+        f"the best is {tokens / fastest.objective:.0f} tokens/s with {_words(fastest)}."
+    )
+
+
+def _longest_step_s(problem: Problem, training: list[TrainingColumn], rollout: list[RolloutColumn]) -> float:
+    """A step that any plan keeps to."""
+    slowest = min(c.tokens_per_s for c in rollout)
+    longest_s = max(c.step_s for c in training) + problem.demand.tokens_per_step / slowest + problem.demand.reward_s
+    return 10 * (longest_s + max(c.latency_s for c in rollout) + problem.model.weight_bytes / 1e8)
+
+
+def _words(choice: Choice) -> str:
+    replicas = ", ".join(f"{count} × {column.name}" for column, count in choice.replicas.items())
+    return f"training on {choice.training.layout.name} with replicas {replicas}"

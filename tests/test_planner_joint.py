@@ -1,0 +1,228 @@
+"""The joint planner: as good as exhaustive search, never hurt by more of anything, always feasible."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from planners.cluster_plan import ClusterPlan
+from planners.demand import Demand
+from planners.errors import UserError
+from planners.lengths import LogNormal, constant
+from planners.make import make_plan
+from planners.model import Model, read_model
+from planners.sync import SyncMode
+from planners.topology import ClusterFile, Topology, parse_cluster, read_cluster
+from tests.planner_oracle import best_step_s
+
+DEPLOYMENTS = Path(__file__).parent.parent / "deployments"
+SMALL = read_model(DEPLOYMENTS / "models" / "r1-distill-qwen-1.5b")
+SEVEN = read_model(DEPLOYMENTS / "models" / "r1-distill-qwen-7b")
+PAPER = Demand(32, 16, 8, constant(250), LogNormal(mean=5000, q99=16000, cap=27648).lengths(), 28672, minibatches=4)
+HEX = read_cluster(DEPLOYMENTS / "clusters" / "paper-h800-8-h20-48.yaml")
+SOLVER_GAP = 2e-3
+
+
+def examples(count: int) -> settings:
+    """So many random cases, each as slow as it needs to be."""
+    return settings(max_examples=count, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+@st.composite
+def clusters(draw: st.DrawFn, most: int = 8) -> Topology:
+    """One to three machines of one or two device types."""
+    left, groups = most, []
+    kinds = draw(st.lists(st.sampled_from(["h800-sxm", "h20", "l40s", "a100-80"]), min_size=1, max_size=2, unique=True))
+    for i in range(draw(st.integers(1, 3))):
+        if left < 1:
+            break
+        devices = draw(st.integers(1, min(4, left)))
+        left -= devices
+        groups.append({"name": f"m{i}", "device_type": draw(st.sampled_from(kinds)), "devices": devices})
+    speed = st.sampled_from([0.5, 1.5, 5, 25])
+    pairs = [(a, b) for i, a in enumerate(kinds) for b in kinds[i:]]
+    present = {g["device_type"] for g in groups}
+    links = [{"between": pair, "gb_per_s": draw(speed)} for pair in pairs if {*pair} <= present]
+    return parse_cluster(ClusterFile.model_validate({"name": "random", "machines": groups, "links": links}))
+
+
+@st.composite
+def demands(draw: st.DrawFn) -> Demand:
+    """Small steps of short answers, so that the gate and the latency bind now and then."""
+    mean = draw(st.sampled_from([50.0, 400.0]))
+    lengths = LogNormal(mean=mean, q99=draw(st.sampled_from([1.5, 3.0])) * mean, cap=4000).lengths()
+    staleness, reward_s = draw(st.sampled_from([0, 1, 3])), draw(st.sampled_from([0.0, 0.5]))
+    return Demand(2, 2, staleness, constant(50), lengths, 4096, reward_s=reward_s)
+
+
+modes = st.sampled_from(["storage", "blocking", "tree", "overlapped"])
+
+
+@examples(200)
+@given(clusters(), demands(), modes, st.booleans())
+def test_agrees_with_exhaustive_search(topology: Topology, demand: Demand, sync: SyncMode, what_if: bool) -> None:
+    sync = sync if what_if else "storage"
+    best_s = best_step_s(topology, SMALL, demand, sync, what_if)
+    try:
+        plan = make_plan(topology, SMALL, demand, sync_mode=sync, what_if=what_if)
+    except UserError:
+        assert best_s is None
+        return
+    assert best_s is not None
+    assert plan.step_s == pytest.approx(best_s, rel=SOLVER_GAP)
+    assert plan.upper_bound_tokens_per_s >= demand.tokens_per_step / best_s * (1 - 1e-6)
+
+
+def joint(topology: Topology, model: Model = SEVEN, demand: Demand = PAPER, sync: SyncMode = "tree") -> ClusterPlan:
+    return make_plan(topology, model, demand, what_if=True, sync_mode=sync)
+
+
+def check_feasible(plan: ClusterPlan, topology: Topology, demand: Demand) -> None:
+    """Memory, counts, tensor parallelism inside a machine, gate, latency."""
+    held: dict[str, list[int]] = {node.name: [] for node in topology.nodes}
+    for stage in plan.training.stages:
+        assert sum(len(devices) for devices in stage.devices.values()) == stage.data * stage.tensor
+        for machine, devices in stage.devices.items():
+            assert len(devices) % stage.tensor == 0
+            held[machine] += devices
+    for replica in plan.replicas:
+        held[replica.machine] += replica.devices
+        assert replica.latency_s <= (demand.max_staleness + 1) * plan.step_s * (1 + 1e-6)
+    for node in topology.nodes:
+        assert len(set(held[node.name])) == len(held[node.name])
+        assert all(0 <= index < node.devices for index in held[node.name])
+    for memory in plan.memory.values():
+        parts = memory.weights + memory.gradients + memory.optimiser + memory.activations + memory.kv + memory.workspace
+        assert parts <= memory.available * (1 + 1e-9)
+    assert sum(r.concurrency for r in plan.replicas) <= demand.gate_answers
+    assert plan.throughput_tokens_per_s <= plan.upper_bound_tokens_per_s * (1 + 1e-9)
+
+
+@examples(40)
+@given(clusters(24), demands(), modes)
+def test_plans_are_feasible(topology: Topology, demand: Demand, sync: SyncMode) -> None:
+    try:
+        plan = joint(topology, SMALL, demand, sync)
+    except UserError:
+        return
+    check_feasible(plan, topology, demand)
+    assert ClusterPlan.model_validate_json(plan.model_dump_json()) == plan
+
+
+@pytest.mark.parametrize("sync", ["storage", "blocking", "tree", "overlapped"])
+def test_the_papers_cluster_is_planned_near_its_bound(sync: SyncMode) -> None:
+    plan = joint(HEX, sync=sync)
+    check_feasible(plan, HEX, PAPER)
+    assert plan.gap <= 0.005
+    assert plan.training.stages[0].device_type == "h800-sxm"
+
+
+def test_only_what_runs_is_planned_unless_asked() -> None:
+    plan = make_plan(HEX, SEVEN, PAPER)
+    assert not plan.what_if
+    (stage,) = plan.training.stages
+    assert stage.tensor == 1
+    assert len(stage.devices) == 1
+    with pytest.raises(UserError, match="--what-if"):
+        make_plan(HEX, SEVEN, PAPER, sync_mode="tree")
+
+
+@examples(25)
+@given(clusters(12), demands(), modes, st.sampled_from(["h800-sxm", "h20", "l40s"]))
+def test_more_devices_never_worsen_the_bound(topology: Topology, demand: Demand, sync: SyncMode, kind: str) -> None:
+    try:
+        before = joint(topology, SMALL, demand, sync)
+    except UserError:
+        return
+    donor = next((n for n in topology.nodes if n.type_name == kind), topology.nodes[0])
+    links = {**topology.type_links}
+    links.setdefault(frozenset((donor.type_name,)), 5e9)
+    grown = replace(topology, nodes=(*topology.nodes, replace(donor, name="extra-0")), type_links=links)
+    after = joint(grown, SMALL, demand, sync)
+    assert after.upper_bound_tokens_per_s >= before.upper_bound_tokens_per_s * (1 - SOLVER_GAP)
+    assert after.throughput_tokens_per_s >= before.throughput_tokens_per_s * (1 - after.gap - SOLVER_GAP)
+
+
+@examples(25)
+@given(clusters(12), demands(), modes)
+def test_more_bandwidth_never_worsens_the_bound(topology: Topology, demand: Demand, sync: SyncMode) -> None:
+    try:
+        before = joint(topology, SMALL, demand, sync)
+    except UserError:
+        return
+    faster = replace(topology, type_links={pair: 2 * value for pair, value in topology.type_links.items()})
+    after = joint(faster, SMALL, demand, sync)
+    assert after.upper_bound_tokens_per_s >= before.upper_bound_tokens_per_s * (1 - SOLVER_GAP)
+    assert after.throughput_tokens_per_s >= before.throughput_tokens_per_s * (1 - after.gap - SOLVER_GAP)
+
+
+@examples(20)
+@given(clusters(10), demands(), st.randoms())
+def test_the_order_of_machines_changes_nothing(topology: Topology, demand: Demand, random: object) -> None:
+    shuffled = list(topology.nodes)
+    random.shuffle(shuffled)  # type: ignore[attr-defined]
+    try:
+        plan = joint(topology, SMALL, demand)
+    except UserError:
+        return
+    other = joint(replace(topology, nodes=tuple(shuffled)), SMALL, demand)
+    assert other.step_s == pytest.approx(plan.step_s, rel=1e-9)
+    assert other.training.layout == plan.training.layout
+    assert sorted(r.layout for r in other.replicas) == sorted(r.layout for r in plan.replicas)
+
+
+def test_lower_prices_rent_at_least_as_much() -> None:
+    cheap = replace(
+        HEX, nodes=tuple(replace(n, device=replace(n.device, usd_per_h=n.device.usd_per_h / 2)) for n in HEX.nodes)
+    )
+    before = make_plan(HEX, SEVEN, PAPER, budget_usd_per_h=30)
+    after = make_plan(cheap, SEVEN, PAPER, budget_usd_per_h=30)
+    assert before.usd_per_h <= 30
+    assert after.usd_per_h <= 30
+    assert after.upper_bound_tokens_per_s >= before.upper_bound_tokens_per_s * (1 - SOLVER_GAP)
+
+
+def test_a_target_is_met_for_less_than_the_whole_cluster() -> None:
+    full = make_plan(HEX, SEVEN, PAPER)
+    half = make_plan(HEX, SEVEN, PAPER, target_tokens_per_s=full.throughput_tokens_per_s / 2)
+    assert half.throughput_tokens_per_s >= full.throughput_tokens_per_s / 2 * (1 - 1e-6)
+    assert half.usd_per_h < full.usd_per_h
+
+
+def test_wishes_that_cannot_be_met_name_what_can() -> None:
+    with pytest.raises(UserError, match=r"cheapest is training on .* USD/h"):
+        make_plan(HEX, SEVEN, PAPER, budget_usd_per_h=1)
+    with pytest.raises(UserError, match=r"the best is \d+ tokens/s"):
+        make_plan(HEX, SEVEN, PAPER, target_tokens_per_s=1e9)
+    with pytest.raises(UserError, match="not both"):
+        make_plan(HEX, SEVEN, PAPER, target_tokens_per_s=1, budget_usd_per_h=1)
+
+
+def test_a_model_that_fits_nowhere_is_told_how_much_is_missing() -> None:
+    laptop = {"name": "one", "machines": [{"name": "a", "device_type": "rtx-4090", "devices": 2}]}
+    with pytest.raises(UserError, match=r"lacks \d+\.\d GiB per device.*smallest that would do is one machine with"):
+        make_plan(parse_cluster(ClusterFile.model_validate(laptop)), SEVEN, PAPER)
+
+
+def test_one_device_cannot_do_both() -> None:
+    single = {"name": "one", "machines": [{"name": "a", "device_type": "b200", "devices": 1}]}
+    with pytest.raises(UserError, match="not both at once"):
+        make_plan(parse_cluster(ClusterFile.model_validate(single)), SMALL, PAPER)
+
+
+def test_slow_pairs_of_machines_are_avoided() -> None:
+    """Of three equal machines two train; the pair with the fast link is found, and the gap says what is lost."""
+    tree = {
+        "name": "uneven",
+        "machines": [{"name": "a", "device_type": "h800-sxm", "count": 4, "devices": 8}],
+        "links": [
+            {"between": ["h800-sxm", "h800-sxm"], "gb_per_s": 0.2},
+            {"between": ["a-1", "a-3"], "gb_per_s": 50},
+        ],
+    }
+    plan = joint(parse_cluster(ClusterFile.model_validate(tree)))
+    (stage,) = plan.training.stages
+    assert set(stage.devices) == {"a-1", "a-3"}
+    assert 0 <= plan.gap_placement <= plan.gap <= 1
