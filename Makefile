@@ -16,6 +16,7 @@ setup: ## Install what is missing into .venv (CUDA stack where there is a GPU, e
 	@requirements/install.sh
 
 train: setup ## Train the laptop experiment, or EXPERIMENT
+	@$(BIN)/hexflow prepare $(EXPERIMENT) $(ARGS)
 	@$(BIN)/hexflow train $(EXPERIMENT) $(ARGS)
 
 test: setup ## Run all tests; ARGS='-m "not e2e"' for the quick ones

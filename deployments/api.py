@@ -6,6 +6,7 @@ Importing Prefect costs a command 3-5 s; these endpoints are its public REST API
 import base64
 import json
 import os
+import time
 import urllib.error
 import urllib.request
 from typing import Any, cast
@@ -13,6 +14,7 @@ from typing import Any, cast
 from planners.errors import UserError
 
 Json = dict[str, Any]
+_RETRY_S = 0.5
 
 # The stack is on loopback, where a proxy named in the environment has no business.
 _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -20,6 +22,10 @@ _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 class Unreachable(Exception):
     """The server gave no answer, or said that it is not able to give one now."""
+
+
+class _Busy(Exception):
+    """The server did nothing and asks to be asked again."""
 
 
 def answers(url: str, deadline_s: float = 2.0) -> bool:
@@ -40,10 +46,23 @@ class PrefectApi:
     def call(self, method: str, path: str, body: Json | None = None, deadline_s: float = 30.0) -> Any:
         """One request; returns the decoded answer, None for an empty one.
 
+        While the server says 503, which on SQLite means that another writer held the database and nothing was done,
+        the request is repeated for up to `deadline_s` seconds.
+
         Raises:
             Unreachable: no connection, a time-out or a server error; asking again may help.
             UserError: the server refused; the message holds its reason.
         """
+        give_up = time.monotonic() + deadline_s
+        while True:
+            try:
+                return self._call_once(method, path, body, deadline_s)
+            except _Busy as error:
+                if time.monotonic() > give_up:
+                    raise Unreachable(str(error)) from None
+            time.sleep(_RETRY_S)
+
+    def _call_once(self, method: str, path: str, body: Json | None, deadline_s: float) -> Any:
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(f"{self.url}{path}", data, _headers(), method=method)
         try:
@@ -51,6 +70,8 @@ class PrefectApi:
                 content = answer.read()
         except urllib.error.HTTPError as error:
             reason = error.read().decode(errors="replace")[:500]
+            if error.code == 503:
+                raise _Busy(f"The Prefect server was busy for {deadline_s:.0f} s: {reason}") from None
             if error.code >= 500:
                 raise Unreachable(f"The Prefect server failed with {error.code}: {reason}") from None
             raise UserError(f"The Prefect server refused {method} {path} ({error.code}): {reason}") from None

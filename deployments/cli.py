@@ -76,9 +76,30 @@ def train(experiment: ExperimentFile, overrides: Overrides = None) -> None:
     Exit status 0: completed; 1: failed; 2: bad input, nothing was started; 130: cancelled.
     """
     from tasks.experiment import load_experiment
+    from tasks.readiness import make_ready
 
-    resolved = load_experiment(experiment, overrides)
-    _run_and_follow(_settings(), {"experiment": resolved.model_dump(mode="json"), "resume": None})
+    resolved, settings = load_experiment(experiment, overrides), _settings()
+    make_ready(resolved, settings)
+    _run_and_follow(settings, {"experiment": resolved.model_dump(mode="json"), "resume": None})
+
+
+@app.command()
+def prepare(experiment: ExperimentFile, overrides: Overrides = None) -> None:
+    """Prepare the model and measure the devices, so that a run can start at once; quick when nothing changed."""
+    from tasks.discovery import discover_machine
+    from tasks.experiment import load_experiment
+    from tasks.readiness import make_ready, profile_machine
+
+    resolved, settings, console = load_experiment(experiment, overrides), _settings(), _console()
+    with console.status("preparing the model"):
+        model_path = make_ready(resolved, settings)
+    machine = discover_machine()
+    with console.status("measuring the devices, which takes up to 4 minutes the first time"):
+        profiles = profile_machine(resolved, machine, model_path, settings)
+    console.print(f"model: {model_path}", soft_wrap=True)
+    for name, profile in profiles.items():
+        best = max(profile.generation_tokens_per_s.values())
+        console.print(f"{name}: generates {best:.1f}, trains {profile.training_tokens_per_s:.1f} response tokens/s")
 
 
 @app.command()

@@ -18,6 +18,11 @@ from tasks.settings import Settings
 HOST = "127.0.0.1"
 MARKER = "HEXFLOW_STACK"
 """Set to the home of the stack in every process of it and inherited by all that they start: `down` finds these."""
+PREFECT_SERVER_ENVIRONMENT = {
+    # On SQLite the server's task runner loses the race for a write now and then, tries again, and logs 120 lines each
+    # time: 60 MB an hour of nothing. Prefect's own loggers have levels of their own and keep them.
+    "PREFECT_LOGGING_ROOT_LEVEL": "CRITICAL",
+}
 CLOCK_TOLERANCE_S = 2.0
 """Start times are read as boot time plus ticks, and the boot time follows corrections of the clock."""
 

@@ -227,6 +227,8 @@ def _start_server(settings: Settings, state: StackState, name: str, say: Say) ->
 def _start(settings: Settings, state: StackState, name: str, argv: list[str]) -> None:
     """Start a member and remember it at once, so that a crash of `up` loses none."""
     env = servers.environment(settings, state.prefect_url, state.mlflow_url)
+    if name == PREFECT:
+        env |= servers.PREFECT_SERVER_ENVIRONMENT
     member = servers.start_member(settings, name, argv, env)
     state.members = {**state.members, name: member}
     servers.save_state(settings, state)

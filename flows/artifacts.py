@@ -4,7 +4,7 @@ import logging
 import os
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 from uuid import UUID
 
 import httpx
@@ -125,9 +125,9 @@ class ProgressArtifact:
         percent = 100.0 * progress.step / progress.steps
         try:
             if self._artifact_id is None:
-                self._artifact_id = create_progress_artifact(
-                    percent, key="progress", description=f"Training steps of {self._run_id}."
-                )
+                description = f"Training steps of {self._run_id}."
+                created = create_progress_artifact(percent, key="progress", description=description)
+                self._artifact_id = cast(UUID, created)  # outside an event loop it is no coroutine
             else:
                 update_progress_artifact(self._artifact_id, percent)
         except (httpx.HTTPError, PrefectException):

@@ -34,7 +34,7 @@ def evaluate(experiment: Experiment = Experiment(), run: str | None = None) -> d
         experiment = run_experiment(RunDirectory(settings.runs / run), run)
     model_path = prepare(experiment)
     weights_path = Path(model_path) if run is None else newest_weights(Ledger(settings.ledger_url), run)
-    placement = evaluation_placement(discover(experiment), experiment)
+    placement = evaluation_placement(discover(), experiment)
     with tempfile.TemporaryDirectory() as scratch:
         out = Path(scratch) / "rewards.json"
         argv = [sys.executable, "-m", "tasks.rollout.evaluate", "--experiment", experiment.model_dump_json()]

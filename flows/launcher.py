@@ -3,11 +3,12 @@
 import logging
 import time
 from collections.abc import Mapping
+from typing import cast
 from uuid import UUID
 
 import httpx
 from prefect.client.orchestration import SyncPrefectClient
-from prefect.client.schemas.objects import WorkerStatus
+from prefect.client.schemas.objects import FlowRun, WorkerStatus
 from prefect.deployments import run_deployment
 from prefect.exceptions import ObjectNotFound, PrefectException
 from prefect.states import Cancelling
@@ -44,7 +45,7 @@ class PrefectLauncher:
         }
         if placement.role == "train":
             parameters["resume_step"] = resume_step
-        flow_run = run_deployment(
+        created = run_deployment(
             f"{placement.role}/{placement.device_type}",
             parameters=parameters,
             work_queue_name=placement.machine,
@@ -53,7 +54,7 @@ class PrefectLauncher:
             timeout=0,
             as_subflow=True,
         )
-        return str(flow_run.id)
+        return str(cast(FlowRun, created).id)  # outside an event loop it is no coroutine
 
     def cancel(self, flow_run_id: str) -> None:
         """Ask for cancellation; see `Launcher.cancel`."""

@@ -16,7 +16,7 @@ def plan(experiment: Experiment = Experiment()) -> Plan:
         experiment: Names the model and the sizes of a step.
     """
     model_path = prepare(experiment)
-    machine = discover(experiment)
+    machine = discover()
     profiles = measure(experiment, machine, model_path)
     chosen = make_plan(experiment, machine, profiles)
     show_plan(chosen)

@@ -11,27 +11,19 @@ from planners.profile import DeviceProfile
 from planners.split import plan_split
 from tasks.discovery import discover_machine
 from tasks.experiment import Experiment
-from tasks.models import prepare_model
-from tasks.profiling.profile import profile_device
-from tasks.rollout.prompts import PromptSource
+from tasks.readiness import make_ready, profile_machine
 from tasks.settings import load_settings
 
 
 @task
 def prepare(experiment: Experiment) -> str:
-    """Directory of the prepared model, after a check that its tokenizer and the data fit the experiment."""
-    from transformers import AutoTokenizer  # seconds to import
-
-    model_path = prepare_model(experiment.model, load_settings())
-    prompts = PromptSource(experiment, AutoTokenizer.from_pretrained(model_path))
-    for item in [*prompts.heldout(), *(prompts.item(index) for index in range(experiment.workload.prompts_per_step))]:
-        prompts.encode(item)
-    return str(model_path)
+    """Directory of the prepared model, after a check that data, prompts and devices fit the experiment."""
+    return str(make_ready(experiment, load_settings()))
 
 
 @task
-def discover(experiment: Experiment) -> Machine:
-    """This machine's devices, of the types that the experiment may use."""
+def discover() -> Machine:
+    """This machine and its devices."""
     machine = discover_machine()
     counts = ", ".join(f"{count} × {device_type}" for device_type, count in machine.count_by_type().items())
     print(f"machine {machine.name}: {counts}")
@@ -40,13 +32,8 @@ def discover(experiment: Experiment) -> Machine:
 
 @task
 def measure(experiment: Experiment, machine: Machine, model_path: str) -> dict[str, DeviceProfile]:
-    """A profile per device type, measured now or cached."""
-    wanted = experiment.cluster.device_types
-    profiles = {}
-    for device_type in machine.count_by_type():
-        if wanted is None or device_type in wanted:
-            profiles[device_type] = profile_device(experiment, machine, device_type, Path(model_path), load_settings())
-    return profiles
+    """A profile per device type that the experiment may use, measured now or cached."""
+    return profile_machine(experiment, machine, Path(model_path), load_settings())
 
 
 @task

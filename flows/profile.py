@@ -16,7 +16,7 @@ def profile(experiment: Experiment = Experiment()) -> dict[str, DeviceProfile]:
         experiment: Names the model and the sizes of a step.
     """
     model_path = prepare(experiment)
-    machine = discover(experiment)
+    machine = discover()
     profiles = measure(experiment, machine, model_path)
     show_profiles(profiles)
     return profiles

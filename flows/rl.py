@@ -21,6 +21,10 @@ from tasks.experiment import Experiment
 from tasks.report import write_report
 from tasks.tracking import Tracker
 
+_LEAVE_S = (30.0, 60.0)
+_CANCEL_S = (0.0, 15.0)
+"""Seconds until the actors of a finished or a cancelled run are cancelled, and until they are killed."""
+
 
 @flow(name="rl", flow_run_name="rl-{experiment.run.name}", log_prints=True)
 def rl(experiment: Experiment = Experiment(), resume: str | None = None) -> dict[str, Any]:
@@ -36,7 +40,7 @@ def rl(experiment: Experiment = Experiment(), resume: str | None = None) -> dict
     with owned(run) as tracker:
         show_tracking(tracker)
         model_path = prepare(run.experiment)
-        machine = discover(run.experiment)
+        machine = discover()
         profiles = measure(run.experiment, machine, model_path)
         plan = make_plan(run.experiment, machine, profiles)
         record_plan(run, plan, tracker)
@@ -92,7 +96,7 @@ def train_and_roll_out(run: RunContext, plan: Plan, model_path: str, tracker: Tr
     heartbeat.report("running")
     with get_client(sync_client=True) as client:
         launcher = PrefectLauncher(client, run.run_id, model_path, environment)
-        supervisor = Supervisor(run, plan, launcher, ProgressArtifact(run.run_id))
+        supervisor = Supervisor(run, actor, plan, launcher, ProgressArtifact(run.run_id))
         state = "failed"
         try:
             supervisor.run()
@@ -102,7 +106,8 @@ def train_and_roll_out(run: RunContext, plan: Plan, model_path: str, tracker: Tr
             raise
         finally:
             run.ledger.set_run_state(run.run_id, state)
-            supervisor.end_children()
+            # Prefect kills a cancelled flow 30 s after telling it.
+            supervisor.end_children(*(_CANCEL_S if state == "cancelled" else _LEAVE_S))
             heartbeat.stop()
             run.ledger.finish(actor, "done")
 

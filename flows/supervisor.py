@@ -11,11 +11,11 @@ from typing import Protocol
 
 from flows.context import RunContext
 from planners.plan import Placement, Plan
-from tasks.exchange.ledger import ActorRow, Progress
+from tasks.exchange.ledger import Actor, ActorRow, Progress
+from tasks.processes import end_sessions
 from tasks.training.checkpoints import latest_checkpoint
 
 _POLL_S = 1.0
-_LEAVE_DEADLINE_S = 60.0
 ROLES = {"train": "trainer", "rollout": "replica"}
 """Role in the ledger of each role of a placement."""
 
@@ -53,9 +53,15 @@ class Supervisor:
     """Starts the plan's actors, restarts dead ones within the budget, and sees the run to its end."""
 
     def __init__(
-        self, run: RunContext, plan: Plan, launcher: Launcher, on_progress: Callable[[Progress], None]
+        self,
+        run: RunContext,
+        actor: Actor,
+        plan: Plan,
+        launcher: Launcher,
+        on_progress: Callable[[Progress], None],
     ) -> None:
         self._run = run
+        self._actor = actor
         self._plan = plan
         self._launcher = launcher
         self._on_progress = on_progress
@@ -78,25 +84,36 @@ class Supervisor:
             self._reconcile()
             time.sleep(_POLL_S)
 
-    def end_children(self) -> None:
-        """End every actor: they leave by themselves once the ledger says that the run is over; the rest is cancelled.
+    def end_children(self, patience_s: float, deadline_s: float) -> None:
+        """End every actor of a run that is over.
+
+        They leave by themselves within seconds of the ledger saying so. After `patience_s` their flow runs are
+        cancelled as well; after `deadline_s` what is left on this machine is killed.
 
         Raises:
-            RunFailed: a flow run was still there at the deadline.
+            RunFailed: an actor on another machine was still there at the deadline.
         """
-        deadline = time.monotonic() + _LEAVE_DEADLINE_S
-        patience = time.monotonic() + _LEAVE_DEADLINE_S / 3
-        children = list(self._children.values())
+        started = time.monotonic()
         cancelled = False
-        while children := [child for child in children if not self._launcher.has_ended(child.flow_run_id)]:
-            if time.monotonic() > patience and not cancelled:
+        while left := [child for child in self._children.values() if not self._launcher.has_ended(child.flow_run_id)]:
+            waited_s = time.monotonic() - started
+            if waited_s > patience_s and not cancelled:
                 cancelled = True
-                for child in children:
+                for child in left:
                     self._launcher.cancel(child.flow_run_id)
-            if time.monotonic() > deadline:
-                slots = ", ".join(f"{child.placement.role} {child.placement.slot}" for child in children)
-                raise RunFailed(f"{slots} did not end within {_LEAVE_DEADLINE_S:.0f} s: see `hexflow status`.")
+            if waited_s > deadline_s:
+                self._kill(left)
+                return
             time.sleep(_POLL_S / 2)
+
+    def _kill(self, children: list[_Child]) -> None:
+        here = self._plan.training.machine
+        away = [child.placement for child in children if child.placement.machine != here]
+        active = [actor for actor in self._actors().values() if actor.state in ("starting", "running")]
+        end_sessions([actor.pid for actor in active if actor.machine == here and actor.role != "supervisor"], 1.0)
+        if away:
+            named = ", ".join(f"{placement.role} {placement.slot} on {placement.machine}" for placement in away)
+            raise RunFailed(f"{named} did not end: stop the worker there with `hexflow down`.")
 
     def _start(self, placement: Placement, resume_step: int | None) -> None:
         key = (ROLES[placement.role], placement.slot)
@@ -186,5 +203,5 @@ class Supervisor:
         resume_step = None
         if role == "trainer":
             resume_step = latest_checkpoint(self._run.directory) or 0
-            self._run.ledger.resume_from(self._run.run_id, resume_step)
+            self._run.ledger.resume_from(self._run.run_id, resume_step, self._actor)
         self._start(child.placement, resume_step)

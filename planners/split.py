@@ -80,9 +80,8 @@ def plan_split(
     Raises:
         UserError: fewer than two devices, an unknown type, a missing profile, or a wish that leaves no split.
     """
-    chosen = _choose_devices(machine, device_types)
+    chosen = check_devices(machine, train_type=train_type, train_devices=train_devices, device_types=device_types)
     counts = chosen.count_by_type()
-    _check_wishes(counts, train_type, train_devices)
     for name in counts:
         if name not in profiles:
             raise UserError(f"Device type '{name}' has no profile for this model: run `hexflow profile` first.")
@@ -111,6 +110,23 @@ def plan_split(
         candidates=tuple(candidates),
         explanation=_explain(candidates, problem),
     )
+
+
+def check_devices(
+    machine: Machine,
+    *,
+    train_type: str | None = None,
+    train_devices: int | None = None,
+    device_types: Collection[str] | None = None,
+) -> Machine:
+    """The machine with only the devices that may be used; its arguments are those of `plan_split`.
+
+    Raises:
+        UserError: fewer than two devices, an unknown type, or a wish that leaves no split.
+    """
+    chosen = _choose_devices(machine, device_types)
+    _check_wishes(chosen.count_by_type(), train_type, train_devices)
+    return chosen
 
 
 def generation_rate(profile: DeviceProfile, concurrency: float) -> float:

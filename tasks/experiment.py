@@ -109,9 +109,7 @@ class RolloutSection(Section):
     concurrency: int | None = Field(
         default=None, ge=1, description="Answers in flight per replica; empty: as the plan says."
     )
-    max_attempts_per_prompt: int = Field(
-        default=3, ge=1, description="Leases of one prompt before it is quarantined."
-    )
+    max_attempts_per_prompt: int = Field(default=3, ge=1, description="Leases of one prompt before it is quarantined.")
 
 
 class ClusterSection(Section):
@@ -148,7 +146,9 @@ class RunSection(Section):
     name: str = Field(default="laptop", pattern=r"^[a-z0-9][a-z0-9-]*$", description="Start of the run's id.")
     steps: int = Field(default=40, ge=1, description="Training steps.")
     seed: int = Field(default=0, ge=0, description="Seed of data order, sampling and training.")
-    checkpoint_every: int = Field(default=20, ge=1, description="Steps between checkpoints; the last step always has one.")
+    checkpoint_every: int = Field(
+        default=20, ge=1, description="Steps between checkpoints; the last step always has one."
+    )
     evaluation_samples: int = Field(default=2, ge=1, description="Sampled answers per held-out question.")
     restarts: int = Field(default=3, ge=0, description="Restarts of dead replicas and trainers allowed in all.")
     heartbeat_deadline_s: float = Field(default=60.0, gt=0, description="Silence after which an actor counts as dead.")

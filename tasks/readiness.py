@@ -1,0 +1,51 @@
+"""What is checked and made ready before a run starts, so that bad input costs seconds and leaves nothing behind."""
+
+from pathlib import Path
+
+from planners.cluster import Machine
+from planners.profile import DeviceProfile
+from planners.split import check_devices
+from tasks.discovery import discover_machine
+from tasks.experiment import Experiment
+from tasks.models import prepare_model
+from tasks.profiling.profile import profile_device
+from tasks.rollout.prompts import PromptSource
+from tasks.settings import Settings
+
+
+def make_ready(experiment: Experiment, settings: Settings) -> Path:
+    """Prepare the model, and check that data, prompts and devices can serve the experiment; returns its directory.
+
+    Raises:
+        UserError: the model cannot be used, the data or a prompt does not fit, or there are too few devices.
+    """
+    check_devices(
+        discover_machine(),
+        train_type=experiment.planner.train_type,
+        train_devices=experiment.planner.train_devices,
+        device_types=experiment.cluster.device_types,
+    )
+    model_path = prepare_model(experiment.model, settings)
+    from transformers import AutoTokenizer  # seconds to import
+
+    prompts = PromptSource(experiment, AutoTokenizer.from_pretrained(model_path))
+    first = (prompts.item(index) for index in range(experiment.workload.prompts_per_step))
+    for item in [*prompts.heldout(), *first]:
+        prompts.encode(item)
+    return model_path
+
+
+def profile_machine(
+    experiment: Experiment, machine: Machine, model_path: Path, settings: Settings
+) -> dict[str, DeviceProfile]:
+    """A profile for each device type that the experiment may use, measured now or cached.
+
+    Raises:
+        UserError: a measurement failed or did not end in time.
+    """
+    allowed = experiment.cluster.device_types
+    return {
+        device_type: profile_device(experiment, machine, device_type, model_path, settings)
+        for device_type in machine.count_by_type()
+        if allowed is None or device_type in allowed
+    }
