@@ -90,7 +90,9 @@ def test_character_share(text: str, reward: float) -> None:
     assert score_character_share(Item("", "a", {}), text) == reward
 
 
-@pytest.mark.parametrize(("text", "reward"), [("{}", 1), (" {}\n", 1), ("{}.0", 1), ("{} 1", 1 / 3), ("", 0), ("x", 0)])
+@pytest.mark.parametrize(
+    ("text", "reward"), [("{}", 1), (" {}\n", 1), ("{}.0", 1), (" {} 1\n", 1 / 3), ("", 0), ("x", 0)]
+)
 def test_reasoning_gym_scores_the_stripped_answer(text: str, reward: float) -> None:
     data = DataSection()
     entry = open_generator(data, 5)[3]
@@ -286,6 +288,15 @@ def test_close_ends_everything_at_any_moment(tmp_path: Path, ready_first: bool) 
         hanging.cancel()
         with pytest.raises(RuntimeError, match="closed"):
             await pool.score(ITEM, "x")
+
+    with_pool(tmp_path, use)
+
+
+def test_close_does_not_wait_for_starts_under_way(tmp_path: Path) -> None:
+    async def use(pool: ScoringPool) -> None:
+        (tmp_path / "no more starts").touch()
+        await pool.close()
+        assert not pool._workers
 
     with_pool(tmp_path, use)
 
