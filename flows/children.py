@@ -1,10 +1,26 @@
-"""What the flows `rollout` and `train` share: a process on the placement's devices that ends with its flow."""
+"""What the flows that run a process share: it is on its own devices, and ends with its flow."""
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from planners.plan import Placement
+from tasks.devices import hold_devices
 from tasks.processes import ProcessGroup, device_environment
+from tasks.settings import load_settings
+
+
+@contextmanager
+def on_devices(placement: Placement, holder: str) -> Iterator[None]:
+    """Hold the placement's devices; `holder` names the run for others who want them.
+
+    Raises:
+        UserError: somebody else holds one of them.
+    """
+    holder = f"{holder} ({placement.role} {placement.slot})"
+    with hold_devices(placement.kind, placement.devices, holder, load_settings()):
+        yield
 
 
 def run_until_it_ends(argv: list[str], placement: Placement, log: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from prefect import flow
 from prefect.artifacts import create_table_artifact
 
-from flows.children import run_until_it_ends
+from flows.children import on_devices, run_until_it_ends
 from flows.planning import discover, prepare
 from planners.cluster import Machine
 from planners.errors import UserError
@@ -40,7 +40,8 @@ def evaluate(experiment: Experiment = Experiment(), run: str | None = None) -> d
         argv = [sys.executable, "-m", "tasks.rollout.evaluate", "--experiment", experiment.model_dump_json()]
         argv += ["--model-path", model_path, "--weights-path", str(weights_path)]
         argv += ["--kind", placement.kind, "--out", str(out)]
-        run_until_it_ends(argv, placement, settings.logs / "evaluate.log")
+        with on_devices(placement, "an evaluation"):
+            run_until_it_ends(argv, placement, settings.logs / "evaluate.log")
         rewards = json.loads(out.read_text())
     result = {
         "weights": run or experiment.model.source,

@@ -15,11 +15,13 @@ from flows.launcher import PrefectLauncher
 from flows.planning import discover, make_plan, measure, prepare
 from flows.supervisor import Supervisor
 from planners.plan import Plan
+from tasks.devices import hold_devices
 from tasks.exchange.files import write_atomic
 from tasks.exchange.heartbeat import Heartbeat
 from tasks.experiment import Experiment
 from tasks.report import write_report
-from tasks.tracking import Tracker
+from tasks.settings import Settings
+from tasks.tracking import Status, Tracker, end_attempts
 
 _LEAVE_S = (30.0, 60.0)
 _CANCEL_S = (0.0, 15.0)
@@ -44,6 +46,7 @@ def rl(experiment: Experiment = Experiment(), resume: str | None = None) -> dict
         profiles = measure(run.experiment, machine, model_path)
         plan = make_plan(run.experiment, machine, profiles)
         record_plan(run, plan, tracker)
+        require_free(plan, run.settings)
         try:
             train_and_roll_out(run, plan, model_path, tracker)
         finally:
@@ -54,8 +57,9 @@ def rl(experiment: Experiment = Experiment(), resume: str | None = None) -> dict
 @contextmanager
 def owned(run: RunContext) -> Iterator[Tracker]:
     """The run's MLflow parent run; on a failure or a cancellation, ledger and MLflow both learn of it."""
+    tracking_uri = os.environ.get("MLFLOW_TRACKING_URI")
     tracker = Tracker.parent(
-        os.environ.get("MLFLOW_TRACKING_URI"),
+        tracking_uri,
         run.experiment.tracking.experiment,
         run.run_id,
         run.experiment.model_dump(mode="json"),
@@ -64,17 +68,21 @@ def owned(run: RunContext) -> Iterator[Tracker]:
     )
     if tracker.run_id:
         run.ledger.set_mlflow_run(run.run_id, tracker.run_id)
+    status: Status = "FAILED"
     try:
         yield tracker
+        status = "FINISHED"
     except TerminationSignal:
         run.ledger.set_run_state(run.run_id, "cancelled")
-        tracker.finish("KILLED")
+        status = "KILLED"
         raise
     except BaseException:
         run.ledger.set_run_state(run.run_id, "failed")
-        tracker.finish("FAILED")
         raise
-    tracker.finish("FINISHED")
+    finally:
+        # Attempts that were killed could not say so themselves.
+        end_attempts(tracking_uri, tracker.run_id, "KILLED", {})
+        tracker.finish(status)
 
 
 def record_plan(run: RunContext, plan: Plan, tracker: Tracker) -> None:
@@ -86,6 +94,17 @@ def record_plan(run: RunContext, plan: Plan, tracker: Tracker) -> None:
     tracker.log_artifact(run.directory.plan)
     tracker.log({"plan/predicted_step_s": plan.step_s, "plan/predicted_rollout_s": plan.rollout_s}, step=0)
     show_plan(plan)
+
+
+def require_free(plan: Plan, settings: Settings) -> None:
+    """Refuse to start beside another run: its actors would wait for their devices one after the other.
+
+    Raises:
+        UserError: another run holds one of the plan's devices.
+    """
+    for placement in (plan.training, *plan.replicas):
+        with hold_devices(placement.kind, placement.devices, "a run that starts", settings, deadline_s=10.0):
+            pass
 
 
 def train_and_roll_out(run: RunContext, plan: Plan, model_path: str, tracker: Tracker) -> None:

@@ -2,6 +2,7 @@
 
 from prefect import flow
 
+from flows.children import on_devices
 from planners.plan import Placement
 from tasks.training.launch import run_trainer
 
@@ -16,4 +17,5 @@ def train(run_id: str, model_path: str, placement: Placement, resume_step: int |
         placement: Devices, as the plan has them.
         resume_step: Step to continue from; empty: the run's first.
     """
-    run_trainer(run_id, model_path, placement, resume_step)
+    with on_devices(placement, run_id):
+        run_trainer(run_id, model_path, placement, resume_step)

@@ -21,6 +21,7 @@ from pydantic import ValidationError
 from planners.cluster import Device, Machine
 from planners.errors import UserError
 from planners.profile import DeviceProfile
+from tasks.devices import hold_devices
 from tasks.exchange.files import write_atomic, write_json
 from tasks.experiment import Experiment
 from tasks.processes import ProcessGroup, device_environment, tail
@@ -64,7 +65,7 @@ def profile_device(
         measure: measures a part; None: `run_part`, in a child process.
 
     Raises:
-        UserError: a measurement failed or did not end in time.
+        UserError: a measurement failed or did not end in time, or a run holds the device.
     """
     identity = _identity(experiment, device_type, model_path)
     digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:12]
@@ -76,7 +77,8 @@ def profile_device(
             if cached is not None:
                 return cached
             device = min((d for d in machine.devices if d.device_type == device_type), key=lambda d: d.index)
-            profile = _measure(experiment, device, model_path, settings, identity, measure or run_part)
+            with hold_devices(device.kind, [device.index], "profiling", settings):
+                profile = _measure(experiment, device, model_path, settings, identity, measure or run_part)
             write_atomic(path, profile.model_dump_json(indent=2).encode())
             write_json(path.with_suffix(".key.json"), identity)
             return profile
