@@ -79,6 +79,21 @@ def _prepare_shipped(model: ModelSection, shipped: ShippedModel, models: Path) -
     return path
 
 
+def load_tokenizer(model_path: Path) -> Any:
+    """The tokenizer of a prepared model.
+
+    Where its one-file form is there, it is loaded without torch, so that a command which only checks prompts stays
+    quick and small.
+    """
+    if (model_path / "tokenizer.json").is_file():
+        from transformers import PreTrainedTokenizerFast
+
+        return PreTrainedTokenizerFast.from_pretrained(model_path)
+    from transformers import AutoTokenizer  # brings torch
+
+    return AutoTokenizer.from_pretrained(model_path)
+
+
 def _locked(path: Path) -> AbstractContextManager[object]:
     """Enter to be the only process that prepares `path`; the lock of a process that was killed is free again."""
     lock = filelock.FileLock(f"{path}.lock", timeout=LOCK_DEADLINE_S)

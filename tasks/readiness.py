@@ -7,7 +7,7 @@ from planners.profile import DeviceProfile
 from planners.split import check_devices
 from tasks.discovery import discover_machine
 from tasks.experiment import Experiment
-from tasks.models import prepare_model
+from tasks.models import load_tokenizer, prepare_model
 from tasks.profiling.profile import profile_device
 from tasks.rollout.prompts import PromptSource
 from tasks.settings import Settings
@@ -26,9 +26,7 @@ def make_ready(experiment: Experiment, settings: Settings) -> Path:
         device_types=experiment.cluster.device_types,
     )
     model_path = prepare_model(experiment.model, settings)
-    from transformers import AutoTokenizer  # seconds to import
-
-    prompts = PromptSource(experiment, AutoTokenizer.from_pretrained(model_path))
+    prompts = PromptSource(experiment, load_tokenizer(model_path))
     first = (prompts.item(index) for index in range(experiment.workload.prompts_per_step))
     for item in [*prompts.heldout(), *first]:
         prompts.encode(item)

@@ -12,6 +12,7 @@ from typing import Any
 
 from tasks.exchange.files import write_json
 from tasks.experiment import Experiment
+from tasks.models import load_tokenizer
 from tasks.processes import apply_device_environment, die_with_parent
 
 
@@ -50,13 +51,12 @@ async def _generation(experiment: Experiment, model_path: Path, request: dict[st
 
 def _training(experiment: Experiment, model_path: Path, request: dict[str, Any]) -> dict[str, Any]:
     import torch
-    from transformers import AutoTokenizer
 
     from tasks.profiling.hardware import gemm_flops_per_s, memory_bytes_per_s
     from tasks.profiling.training import measure_training
     from tasks.rollout.prompts import PromptSource
 
-    source = PromptSource(experiment, AutoTokenizer.from_pretrained(model_path))
+    source = PromptSource(experiment, load_tokenizer(model_path))
     prompts = [source.encode(source.item(index)) for index in range(experiment.workload.prompts_per_step)]
     device = torch.device("cuda" if request["kind"] == "cuda" else "cpu")
     rates = measure_training(experiment, prompts, model_path, request["answer_tokens"], Path(request["scratch"]))

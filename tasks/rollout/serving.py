@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from tasks.experiment import Experiment
+from tasks.models import load_tokenizer
 from tasks.rollout.answering import Answerer
 from tasks.rollout.engine import Sampling
 from tasks.rollout.prompts import PromptSource
@@ -35,9 +36,7 @@ class AnsweringSetup:
 @asynccontextmanager
 async def open_answerer(experiment: Experiment, setup: AnsweringSetup) -> AsyncIterator[tuple[Answerer, PromptSource]]:
     """An answerer under the experiment's sampling and reward, and the prompts it is asked."""
-    from transformers import AutoTokenizer  # seconds to import, and only a process that serves needs it
-
-    tokenizer = AutoTokenizer.from_pretrained(setup.model_path)
+    tokenizer = load_tokenizer(setup.model_path)
     prompts = PromptSource(experiment, tokenizer)
     engine = await VllmEngine.start(
         setup.weights_path,
