@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from planners.columns import Problem
 from planners.errors import UserError
+from planners.joint import rollout_seconds
 from planners.memory import Memory, serving_memory
 from planners.placement import Placed
 from planners.sync import SyncMode
@@ -46,7 +47,7 @@ class ReplicaPlan(_Part):
     devices: tuple[int, ...]
     concurrency: int
     tokens_per_s: float
-    latency_s: float = Field(description="Seconds of an answer of the 99 % quantile length.")
+    latency_s: float = Field(description="Seconds of the longest answer of a step.")
 
 
 class IterationPlan(_Part):
@@ -139,7 +140,7 @@ def build_plan(
         for m in machines
     )
     columns = sorted({column for column, _, _ in placed.replicas}, key=lambda c: c.name)
-    rollout_s = demand.tokens_per_step / placed.rate
+    rollout_s = rollout_seconds(problem, placed.rate, placed.latency_s)
     return ClusterPlan(
         mode=mode,
         cluster=topology.name,

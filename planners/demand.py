@@ -57,8 +57,17 @@ class Demand:
 
     @property
     def latency_tokens(self) -> float:
-        """The 99 % quantile of the answer length: what must finish before it is stale."""
-        return self.response.quantile(0.99)
+        """The longest of a step's answers, which it waits for, as a quantile of lengths; at least the 99 % one."""
+        return self.response.quantile(max(0.99, 1 - 1 / self.answers_per_step))
+
+    @property
+    def latency_steps(self) -> float:
+        """Steps from the lease of a group to the step that takes it.
+
+        A group leased as soon as the gate lets it has η; one leased at the end of that step has η − 1; so η − ½ on
+        average, and one where there is no more (η ≤ 1), which is optimistic: see the simulator's table.
+        """
+        return max(1.0, self.max_staleness - 0.5)
 
 
 def demand_of(workload: Workload, minibatches: int = 1) -> Demand:

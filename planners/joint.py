@@ -1,7 +1,7 @@
 """Mode `joint`: one mixed-integer program decides who trains, who generates, and in which layout.
 
     σ  training columns     T_σ seconds a step; uses a_σ,t,k places; trained by the type set g(σ)
-    ψ  rollout columns      tp_ψ devices of type t, concurrency c_ψ, h_ψ tokens/s, latency ℓ_ψ of a 99 % answer
+    ψ  rollout columns      tp_ψ devices of type t, concurrency c_ψ, h_ψ tokens/s, latency ℓ_ψ of the longest answer
     z_σ ∈ {0,1}  y_ψ ∈ ℕ    chosen layout, number of replicas
     m_t,d ∈ ℕ               machines of type t with d devices that generate and do not train; m_t = Σ_d m_t,d
     l_t, v_t, s_t ∈ {0,1}   whether the trainer's machine generates too, m_t ≥ 1, m_t ≥ 2
@@ -14,7 +14,7 @@
     (4)  T ≥ Σ T_σ z_σ + S
     (5)  T ≥ τ + R + S          R reward seconds;   η = 0:  T ≥ Σ T_σ z_σ + τ + R + S instead of (4), (5)
     (6)  Σ c_ψ y_ψ ≤ max(1, η)·B·G                               more in flight would starve at the gate
-    (7)  (η + 1)·T ≥ ℓ_ψ for used ψ                              a long answer must not go stale
+    (7)  τ ≥ ℓ_ψ/max(1, η − ½) for used ψ                        the longest answer of a step must be there in time
     (8)  Σ_d d·m_t,d ≥ Σ_{ψ of t} tp_ψ y_ψ − min(Σ spare_σ,t z_σ, l_t·max d),   m_t,d ≤ machines left by training
     (9)  S, X as in `planners.sync`, per type set g, switched on by Σ_{σ: g(σ)=g} z_σ
    (10)  T ≥ X
@@ -70,7 +70,7 @@ class _Program:
         training: list[TrainingColumn],
         rollout: list[RolloutColumn],
         wish: Wish,
-        step_floor_s: float | None,
+        generation_floor_s: float | None,
     ) -> None:
         import pulp
 
@@ -88,7 +88,7 @@ class _Program:
         self._objective()
         self._assignment()
         self._times()
-        self._latency(step_floor_s)
+        self._latency(generation_floor_s)
         self._sync()
 
     def _objective(self) -> None:
@@ -136,10 +136,7 @@ class _Program:
             self.program += self.step >= train + self.pause
             self.program += self.step >= self.generation + demand.reward_s + self.pause
         lowest = min(c.tokens_per_s for c in self.rollout)
-        highest = sum(
-            max((c.tokens_per_s / c.tensor for c in self.rollout if c.device_type == t), default=0.0) * count
-            for t, count in self.problem.topology.counts.items()
-        )
+        highest = _highest_rate(self.problem, self.rollout)
         point = lowest
         while point < highest * TANGENT_RATIO:
             self.add_tangent(point)
@@ -150,18 +147,27 @@ class _Program:
         at = self.problem.demand.tokens_per_step / rate
         self.program += self.generation + at / rate * self.rate >= 2 * at
 
-    def _latency(self, step_floor_s: float | None) -> None:
-        """(7), for columns that a step of the floor's length does not already allow."""
-        if step_floor_s is None:
+    def _latency(self, generation_floor_s: float | None) -> None:
+        """(7), level by level of latency, for columns that the floor under τ does not already allow."""
+        if generation_floor_s is None:
             return
-        self.program += self.step >= step_floor_s
-        window = self.problem.demand.max_staleness + 1
-        late = [i for i, c in enumerate(self.rollout) if c.latency_s > window * step_floor_s]
-        for i in late:
-            column = self.rollout[i]
-            used = self.program.add_variable(f"w{i}", cat=self.pulp.LpBinary)
-            self.program += self.y[i] <= self.problem.capacity[column.device_type, column.tensor] * used
-            self.program += self.step >= column.latency_s / window * used
+        steps = self.problem.demand.latency_steps
+        late = [i for i, c in enumerate(self.rollout) if c.latency_s > steps * generation_floor_s]
+        below_s, higher = generation_floor_s, None
+        total = self.pulp.lpSum([generation_floor_s])
+        for level, latency_s in enumerate(sorted({self.rollout[i].latency_s for i in late})):
+            used = self.program.add_variable(f"w{level}", cat=self.pulp.LpBinary)
+            for i in (i for i in late if self.rollout[i].latency_s == latency_s):
+                column = self.rollout[i]
+                self.program += self.y[i] <= self.problem.capacity[column.device_type, column.tensor] * used
+            if higher is not None:
+                self.program += used <= higher
+            total += (latency_s / steps - below_s) * used
+            below_s, higher = latency_s / steps, used
+        if self.problem.demand.max_staleness == 0:
+            self.program += self.generation >= total
+        else:  # training may take as long: then the answers have that time, too
+            self.program += self.step >= total + self.problem.demand.reward_s + self.pause
 
     def _sync(self) -> None:
         """(8), (9), (10)."""
@@ -249,37 +255,79 @@ def solve_joint(
         UserError: the solver found none in time.
     """
     wish = wish or Wish()
-    window = problem.demand.max_staleness + 1
+    floor_s = _generation_floor_s(problem, training, rollout)
     if wish.target_step_s is not None:
-        target_s = wish.target_step_s
-        fitting = [c for c in rollout if c.latency_s <= window * target_s]
-        if not fitting:
-            raise Infeasible
-        return _solve(problem, training, fitting, wish, None, time_limit_s, gap)
+        return _solve(problem, training, rollout, wish, floor_s, time_limit_s, gap)
     fastest = _solve(problem, training, rollout, wish, None, time_limit_s, gap)
-    if any(c.latency_s > window * fastest.objective * (1 + 1e-9) for c in fastest.replicas):
-        exact = _solve(problem, training, rollout, wish, fastest.bound, time_limit_s, gap)
+    if not _is_fresh(problem, fastest):
+        if problem.demand.max_staleness > 0:
+            floor_s = max(floor_s, fastest.bound - _pause_ceiling_s(problem) - problem.demand.reward_s)
+        exact = _solve(problem, training, rollout, wish, floor_s, time_limit_s, gap)
         fastest = replace(exact, bound=max(exact.bound, fastest.bound))
     return _cheapest_as_fast(problem, rollout, fastest, time_limit_s)
 
 
 def _cheapest_as_fast(problem: Problem, rollout: list[RolloutColumn], fastest: Choice, time_limit_s: float) -> Choice:
     """The same training column and step time with the cheapest replicas."""
-    target_s = fastest.objective * (1 + SLACK)
-    window = problem.demand.max_staleness + 1
-    fitting = [c for c in rollout if c.latency_s <= window * target_s or c in fastest.replicas]
+    wish = Wish(target_step_s=fastest.objective * (1 + SLACK))
+    floor_s = _generation_floor_s(problem, [fastest.training], rollout)
     try:
-        cheap = _solve(problem, [fastest.training], fitting, Wish(target_step_s=target_s), None, time_limit_s, 1e-3)
+        cheap = _solve(problem, [fastest.training], rollout, wish, floor_s, time_limit_s, 1e-3)
     except Infeasible:  # by less than the solver's own tolerance
         return fastest
     return replace(fastest, replicas=cheap.replicas)
 
 
-def step_seconds(problem: Problem, train_s: float, rate: float, pause_s: float, transfer_s: float = 0.0) -> float:
-    """T from its parts, (3) to (5) and (10)."""
+def _generation_floor_s(problem: Problem, training: list[TrainingColumn], rollout: list[RolloutColumn]) -> float:
+    """What the longest answer may take in any plan: no step generates faster than all devices at their best, and with
+    η ≥ 1 none is shorter than its training."""
+    floor_s = problem.demand.tokens_per_step / _highest_rate(problem, rollout)
+    if problem.demand.max_staleness == 0:
+        return floor_s
+    return max(floor_s, min(c.step_s for c in training) - problem.demand.reward_s)
+
+
+def _highest_rate(problem: Problem, rollout: list[RolloutColumn]) -> float:
+    """H if every device generated in its type's best column."""
+    return sum(
+        max((c.tokens_per_s / c.tensor for c in rollout if c.device_type == t), default=0.0) * count
+        for t, count in problem.topology.counts.items()
+    )
+
+
+def _pause_ceiling_s(problem: Problem) -> float:
+    """S of the worst plan."""
+    weights, topology = problem.model.weight_bytes, problem.topology
+    if problem.sync_mode == "storage":
+        return storage_s(topology.storage, weights)
+    inside_s = max(weights / d.link_bytes_per_s for d in topology.types.values())
+    if problem.sync_mode == "overlapped":
+        return inside_s
+    slowest_s = max(weights / topology.best_link(a, b) for a in topology.types for b in topology.types)
+    machines = len(topology.nodes) if problem.sync_mode == "blocking" else 2
+    return inside_s + machines * slowest_s
+
+
+def _is_fresh(problem: Problem, choice: Choice) -> bool:
+    """Whether a choice made without (7) satisfies it."""
+    latency_s = max(c.latency_s for c in choice.replicas)
+    train_s, rate = choice.training.step_s, total_rate(choice.replicas)
+    loose = step_seconds(problem, train_s, rate, 0.0, 0.0)
+    return step_seconds(problem, train_s, rate, latency_s, 0.0) <= loose * (1 + 1e-9)
+
+
+def rollout_seconds(problem: Problem, rate: float, latency_s: float) -> float:
+    """τ: generation of one step, (3) and (7)."""
+    return max(problem.demand.tokens_per_step / rate, latency_s / problem.demand.latency_steps)
+
+
+def step_seconds(
+    problem: Problem, train_s: float, rate: float, latency_s: float, pause_s: float, transfer_s: float = 0.0
+) -> float:
+    """T from its parts, (3) to (5), (7) and (10)."""
     demand = problem.demand
-    rollout_s = demand.tokens_per_step / rate + demand.reward_s
-    body = train_s + rollout_s if demand.max_staleness == 0 else max(train_s, rollout_s)
+    generate_s = rollout_seconds(problem, rate, latency_s) + demand.reward_s
+    body = train_s + generate_s if demand.max_staleness == 0 else max(train_s, generate_s)
     return max(body + pause_s, transfer_s)
 
 
@@ -293,11 +341,11 @@ def _solve(
     training: list[TrainingColumn],
     rollout: list[RolloutColumn],
     wish: Wish,
-    step_floor_s: float | None,
+    generation_floor_s: float | None,
     time_limit_s: float,
     gap: float,
 ) -> Choice:
-    built = _Program(problem, training, rollout, wish, step_floor_s)
+    built = _Program(problem, training, rollout, wish, generation_floor_s)
     bound = -math.inf
     for _ in range(ROUNDS):
         solution = minimise(built.program, time_limit_s, gap)

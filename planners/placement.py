@@ -30,6 +30,7 @@ class Placed:
     replicas: tuple[tuple[RolloutColumn, Node, tuple[int, ...]], ...]
     train_s: float
     rate: float
+    latency_s: float
     sync: Sync
     step_s: float
 
@@ -154,13 +155,13 @@ def cost_placement(
     train_s = problem.training.step_s(training.layout, real_links(problem.topology, nodes))
     trainers = [node for stage in nodes for node in stage]
     if not replicas:
-        return Placed(training, stages, replicas, train_s, 0.0, Sync(0.0), train_s)
+        return Placed(training, stages, replicas, train_s, 0.0, 0.0, Sync(0.0), train_s)
     generating = list({node.name: node for _, node, _ in replicas}.values())
     sync = sync_of(problem.sync_mode, problem.topology, trainers, generating, problem.model.weight_bytes)
     rate = sum(column.tokens_per_s for column, _, _ in replicas)
-    step_s = step_seconds(problem, train_s, rate, sync.pause_s, sync.transfer_s)
-    latest_s = max(column.latency_s for column, _, _ in replicas) / (problem.demand.max_staleness + 1)
-    return Placed(training, stages, replicas, train_s, rate, sync, max(step_s, latest_s))
+    latency_s = max(column.latency_s for column, _, _ in replicas)
+    step_s = step_seconds(problem, train_s, rate, latency_s, sync.pause_s, sync.transfer_s)
+    return Placed(training, stages, replicas, train_s, rate, latency_s, sync, step_s)
 
 
 def real_links(topology: Topology, stages: list[list[Node]]) -> list[float]:

@@ -100,7 +100,7 @@ class ServingCost:
         return answers / self.mean_iteration_s(device, ranks, answers)
 
     def latency_s(self, device: DeviceType, ranks: int, answers: int) -> float:
-        """Seconds from lease to end of an answer of the 99 % quantile length."""
+        """Seconds from start to end of a step's longest answer."""
         return self.demand.latency_tokens * self.mean_iteration_s(device, ranks, answers)
 
     def _base_s(self, device: DeviceType, ranks: int, answers: int) -> float:

@@ -24,7 +24,7 @@ divided by δ; δ doubles from η + 1 until that changes by less than 1 %.
 
 Ours, not the paper's: the best plan over all iterations is kept; `corrected` holds D_T to the middle of [γ_L, γ_H]
 give or take one GPU, where `printed` only holds it inside; plans with C_T > C_I are allowed unless excluded; and C_I
-takes columns whose 99 % answers are not stale when they end.
+takes columns whose longest answers of a step are there in time.
 """
 
 import heapq
@@ -164,8 +164,8 @@ class Search:
         )
 
     def _rollout(self, side: Problem, columns: list[RolloutColumn], train_s: float) -> dict[RolloutColumn, int]:
-        """(2') among columns whose 99 % answers are fresh, for the shortest step that its own outcome keeps."""
-        window = self.problem.demand.max_staleness + 1
+        """(2') among columns whose longest answers are in time, for the shortest step that its own outcome keeps."""
+        window = self.problem.demand.latency_steps
         step_s = train_s
         while True:
             fresh = [c for c in columns if c.latency_s <= window * step_s]

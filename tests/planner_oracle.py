@@ -41,10 +41,10 @@ def best_step_s(topology: Topology, model: Model, demand: Demand, sync: SyncMode
                 continue
             nodes = [n for stage in trainer.stages for n in stage]
             cost = sync_of(sync, topology, nodes, generating, model.weight_bytes)
-            generate_s = demand.tokens_per_step / sum(e[2] for e in used) + demand.reward_s
+            longest_s = max(e[3] for e in used) / max(1, demand.max_staleness - 0.5)
+            generate_s = max(demand.tokens_per_step / sum(e[2] for e in used), longest_s) + demand.reward_s
             together = trainer.seconds + generate_s if demand.max_staleness == 0 else max(trainer.seconds, generate_s)
-            latest = max(e[3] for e in used) / (demand.max_staleness + 1)
-            step = max(together + cost.pause_s, cost.transfer_s, latest)
+            step = max(together + cost.pause_s, cost.transfer_s)
             best = step if best is None else min(best, step)
     return best
 

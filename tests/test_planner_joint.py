@@ -89,7 +89,7 @@ def check_feasible(plan: ClusterPlan, topology: Topology, demand: Demand) -> Non
             held[machine] += devices
     for replica in plan.replicas:
         held[replica.machine] += replica.devices
-        assert replica.latency_s <= (demand.max_staleness + 1) * plan.step_s * (1 + 1e-6)
+        assert replica.latency_s <= demand.latency_steps * plan.rollout_s * (1 + 1e-6)
     for node in topology.nodes:
         assert len(set(held[node.name])) == len(held[node.name])
         assert all(0 <= index < node.devices for index in held[node.name])
