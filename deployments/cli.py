@@ -160,7 +160,8 @@ def _settings() -> "Settings":
 def _console() -> "Console":
     from rich.console import Console
 
-    return Console(highlight=False)
+    # A file or a pipe has no width; tables are not cut for one.
+    return Console(highlight=False, width=None if sys.stdout.isatty() else 160)
 
 
 def _bring_up(settings: "Settings", console: "Console") -> "Stack":

@@ -1,7 +1,6 @@
 """What `hexflow status`, `hexflow runs` and the end of a run print."""
 
 import json
-import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -86,9 +85,10 @@ def show_runs(settings: Settings, console: Console) -> None:
     if not runs:
         console.print("No run yet: start one with `hexflow train deployments/experiments/laptop.yaml`.")
         return
-    table = Table(
-        "run", "started", "state", "steps", "eval before → after", "last reward", "tokens/s", "MLflow run", box=None
-    )
+    table = Table(box=None)
+    table.add_column("run", no_wrap=True)  # a person copies it into `hexflow resume`
+    for column in ("state", "steps", "eval before → after", "last reward", "tokens/s", "MLflow run"):
+        table.add_column(column)
     for run in runs:
         table.add_row(*run_row(ledger, run, read_summary(settings, run.run_id)))
     console.print(table)
@@ -100,13 +100,12 @@ def run_row(ledger: Ledger, run: RunRow, summary: dict[str, Any]) -> list[str]:
     before, after = summary.get("eval_before"), summary.get("eval_after")
     return [
         run.run_id,
-        time.strftime("%Y-%m-%d %H:%M", time.localtime(run.created_s)),
         run.state,
         f"{progress.step}/{run.steps}",
         f"{figure(before)} → {figure(after)}" if before is not None else "",
         figure(progress.reward_mean),
         figure(summary.get("tokens_per_s")),
-        run.mlflow_run_id or "",
+        (run.mlflow_run_id or "")[:8],
     ]
 
 
