@@ -204,6 +204,8 @@ class Experiment(Section):
 def load_experiment(path: Path, overrides: list[str] | None = None) -> Experiment:
     """Read an experiment file and apply dotted overrides such as `algorithm.lr=1e-6`.
 
+    Relative paths (`data.path`, a directory in `model.source`) are made absolute: workers run in other directories.
+
     Raises:
         UserError: the file is missing or not YAML, a key is unknown (the nearest is named), or a value does not fit.
     """
@@ -219,7 +221,14 @@ def load_experiment(path: Path, overrides: list[str] | None = None) -> Experimen
         raise UserError(f"{path} must hold sections such as `model:` and `run:`, not a {type(tree).__name__}.")
     for override in overrides or []:
         _apply_override(tree, override)
-    return parse_experiment(tree, str(path))
+    experiment = parse_experiment(tree, str(path))
+    updates: dict[str, Section] = {}
+    if experiment.data.path:
+        updates["data"] = experiment.data.model_copy(update={"path": str(Path(experiment.data.path).absolute())})
+    if Path(experiment.model.source).is_dir():
+        source = str(Path(experiment.model.source).absolute())
+        updates["model"] = experiment.model.model_copy(update={"source": source})
+    return experiment.model_copy(update=updates)
 
 
 def parse_experiment(tree: dict[str, Any], origin: str) -> Experiment:
