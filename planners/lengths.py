@@ -2,6 +2,7 @@
 
 from bisect import bisect_left
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import accumulate, pairwise
 from math import exp, log, sqrt
 from statistics import NormalDist
@@ -18,7 +19,7 @@ class Lengths:
 
     points: tuple[float, ...] = field(repr=False)
 
-    @property
+    @cached_property
     def mean(self) -> float:
         """E[l]."""
         return self.moment(1)

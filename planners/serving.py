@@ -7,11 +7,12 @@ An iteration of a replica with n answers in progress and S tokens in their cache
 and every answer that starts adds its prefill p (the prompt once per group). With c answers always in progress the mean
 cache is c·E[context] (renewal theory, `Demand.context`) and c/E[l] answers start per iteration, so
 
-    t̄(c) = t(c, c·E[context]) + c·p/E[l]        h(c) = c / t̄(c)        latency(l) = l·t̄(c) + p
+    t̄(c) = t(c, c·E[context]) + c·p/E[l]        h(c) = c / t̄(c)        latency(l) = ⌈G/c⌉·l·t̄(c)
 
 c is limited by the KV cache: c·E[context] + 2.33·σ·√c tokens must fit (99 % of the time), and one longest answer.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -100,8 +101,9 @@ class ServingCost:
         return answers / self.mean_iteration_s(device, ranks, answers)
 
     def latency_s(self, device: DeviceType, ranks: int, answers: int) -> float:
-        """Seconds from start to end of a step's longest answer."""
-        return self.demand.latency_tokens * self.mean_iteration_s(device, ranks, answers)
+        """Seconds from lease to end of a step's longest answer; a replica narrower than a group does it in waves."""
+        waves = math.ceil(self.demand.group_size / answers)
+        return waves * self.demand.latency_tokens * self.mean_iteration_s(device, ranks, answers)
 
     def _base_s(self, device: DeviceType, ranks: int, answers: int) -> float:
         key = (device, ranks, answers)

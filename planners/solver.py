@@ -48,7 +48,17 @@ def _highs(problem: Any, time_limit_s: float, gap: float) -> Solution:
     import highspy
     import pulp
 
-    problem.solve(pulp.HiGHS(msg=False, timeLimit=time_limit_s, gapRel=gap, threads=1))
+    class QuietHighs(pulp.HiGHS):
+        """`highspy.Highs` prints a banner on construction that no option silences; its base class does not."""
+
+        def createAndConfigureSolver(self, lp: Any) -> None:
+            lp.solverModel = highspy._core._Highs()
+            lp.solverModel.setOptionValue("output_flag", False)
+            lp.solverModel.setOptionValue("threads", 1)
+            lp.solverModel.setOptionValue("time_limit", float(time_limit_s))
+            lp.solverModel.setOptionValue("mip_rel_gap", gap)
+
+    problem.solve(QuietHighs(msg=False))
     model = problem.solverModel
     if model.getModelStatus() in (
         highspy.HighsModelStatus.kInfeasible,

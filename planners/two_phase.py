@@ -45,6 +45,7 @@ LENGTH_CLASSES = 4
 WINDOW_CHANGE = 0.01
 LONGEST_WINDOW = 64
 STEP_RATIO = 1.2
+MAKESPAN_ANSWERS = 20_000
 
 
 @dataclass(frozen=True)
@@ -293,15 +294,21 @@ def windowed_rollout_s(problem: Problem, replicas: Mapping[RolloutColumn, int]) 
 
 
 def makespan_s(problem: Problem, replicas: Mapping[RolloutColumn, int], steps: int) -> float:
-    """Seconds until the last answer of `steps` steps ends, each given to the slot that is free first."""
+    """Seconds until the last answer of `steps` steps ends, each given to the slot that is free first.
+
+    Large batches are thinned, slots and answers alike, to `MAKESPAN_ANSWERS`.
+    """
     points = problem.demand.response.points
     draw = random.Random(0)
+    answers = steps * problem.demand.answers_per_step
+    thin = max(1.0, answers / MAKESPAN_ANSWERS)
     slots: list[tuple[float, float]] = []
     for column, count in sorted(replicas.items(), key=lambda item: item[0].name):
         per_token_s = column.concurrency / column.tokens_per_s
-        slots += [(0.0, per_token_s)] * (column.concurrency * count)
+        slots += [(0.0, per_token_s)] * max(1, round(column.concurrency * count / thin))
+    kept = answers * len(slots) / sum(c.concurrency * n for c, n in replicas.items())
     heapq.heapify(slots)
-    for _ in range(steps * problem.demand.answers_per_step):
+    for _ in range(max(1, round(kept))):
         ready_s, per_token_s = slots[0]
         heapq.heapreplace(slots, (ready_s + per_token_s * points[int(draw.random() * len(points))], per_token_s))
     return max(ready_s for ready_s, _ in slots)

@@ -1,0 +1,291 @@
+"""Every published row of AReaL-Hex (arXiv 2511.00796) beside ours. All what-if: it is the paper's stack.
+
+    python -m benchmarks.paper [--json FILE]
+
+The paper does not give its workload. Assumed: 32 prompts × 16 answers a step, lengths log-normal with mean 5,000 and
+99 % at 16,000 tokens, cap 27,648, prompt 250, 4 minibatches, η = 8: about its tokens per step.
+
+Two constants describe its stack, both fitted on one row, AReaL on 24 H800 with 7B, split 16/8, and on nothing else:
+
+    training share of an H800   from its 246 s of training on 8 devices
+    serving share of an H800    from its 405 s of generation on 16
+
+The H20's training share then follows from Table 1's 8.9 per device; its serving share is the H800's. Every other number
+is a prediction, and no other is bent to match. The homogeneous baselines split by whole machines, as the published
+seconds of 24 H800 say (16/8); mode two-phase on the same devices, which splits finer, is printed below the table.
+"""
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from planners.catalogue import DeviceType, device_type
+from planners.cluster_plan import ClusterPlan, build_plan
+from planners.columns import Problem
+from planners.demand import Demand
+from planners.lengths import LogNormal, constant
+from planners.make import make_plan
+from planners.model import Model, read_model
+from planners.serving import ServingCost
+from planners.simulator import simulate
+from planners.topology import Topology, read_cluster
+from planners.training import Stage, TrainingCost, TrainingLayout
+from planners.two_phase import Search
+
+DEPLOYMENTS = Path(__file__).parent.parent / "deployments"
+SIZES = ("1.5b", "7b", "14b")
+DEMAND = Demand(
+    prompts_per_step=32,
+    group_size=16,
+    max_staleness=8,
+    prompt=constant(250),
+    response=LogNormal(mean=5000, q99=16000, cap=27648).lengths(),
+    longest_tokens=28672,
+    minibatches=4,
+)
+FITTED_TRAIN_S, FITTED_ROLLOUT_S = 246.0, 405.0  # AReaL on 24 H800, 7B: 8 devices train, 16 generate
+TRAINING_RATIO = 8.9
+H800_24, H20_64, HEX = "paper-h800-24", "paper-h20-64", "paper-h800-8-h20-48"
+
+PUBLISHED: dict[str, dict[str, float]] = {
+    "Hex k-tokens/s": {"1.5b": 25.1, "7b": 7.82, "14b": 3.25},
+    "AReaL-H800 k-tokens/s": {"1.5b": 18.4, "7b": 5.98, "14b": 2.16},
+    "AReaL-H20 k-tokens/s": {"1.5b": 8.96, "7b": 2.83, "14b": 1.42},
+    "Hex / AReaL-H800": {"1.5b": 1.36, "7b": 1.31, "14b": 1.50},
+    "Hex / AReaL-H20": {"1.5b": 2.80, "7b": 2.76, "14b": 2.29},
+    "Hex rollout s": {"1.5b": 107.5, "7b": 252.5, "14b": 742},
+    "Hex train s": {"1.5b": 107.5, "7b": 251.5, "14b": 570},
+    "AReaL-H800 rollout s": {"1.5b": 145, "7b": 405, "14b": 1051},
+    "AReaL-H800 train s": {"1.5b": 95.5, "7b": 246, "14b": 459},
+    "AReaL-H20 rollout s": {"1.5b": 334, "7b": 603, "14b": 1206},
+    "AReaL-H20 train s": {"1.5b": 334, "7b": 603, "14b": 1206},
+    "sync s, H800": {"1.5b": 4.75, "7b": 14.79, "14b": 26.0},
+    "sync s, H20": {"1.5b": 2.74, "7b": 7.46, "14b": 13.05},
+    "sync s, Hex": {"1.5b": 10.06, "7b": 58.34, "14b": 112.93},
+    "24 H800, uniform k-tokens/s": {"1.5b": 11.7, "7b": 3.57, "14b": 1.29},
+    "24 H800, optimised / uniform": {"1.5b": 1.57, "7b": 1.68, "14b": 1.67},
+    "USD per rollout token, H800 / H20": {"1.5b": 2.71, "7b": 2.75, "14b": 2.70},
+    "USD per training token, H20 / H800": {"1.5b": 3.11, "7b": 3.12, "14b": 3.13},
+}
+REQUIRED = {  # row: tolerance on the ratio to the published value
+    "Hex / AReaL-H800": {"1.5b": 0.20, "7b": 0.20, "14b": 0.20},
+    "sync s, Hex": {"7b": 0.25, "14b": 0.25},
+}
+OURS_OPEN = {"1.5b": (1.43, 1.45), "7b": (1.55, 1.61), "14b": (1.68, 1.72)}
+
+
+def models() -> dict[str, Model]:
+    """The three R1-Distill-Qwen shapes."""
+    return {size: read_model(DEPLOYMENTS / "models" / f"r1-distill-qwen-{size}") for size in SIZES}
+
+
+def fitted_devices(model: Model) -> dict[str, DeviceType]:
+    """H800 and H20 as the paper's stack uses them: such that our own plan of the fitted row takes its seconds."""
+    h800, h20 = device_type("h800-sxm"), device_type("h20")
+
+    def row(training_share: float, serving_share: float) -> ClusterPlan:
+        device = replace(h800, training_share=training_share, serving_share=serving_share)
+        return split(paper_cluster(H800_24, {"h800-sxm": device}), model, (8, 0, 0))
+
+    training = _bisect(lambda share: FITTED_TRAIN_S - row(share, 0.1).train_s)
+    serving = _bisect(lambda share: FITTED_ROLLOUT_S - row(training, share).rollout_s)
+    h20_training = training * h800.flops_per_s / h20.flops_per_s / TRAINING_RATIO
+    return {
+        "h800-sxm": replace(h800, training_share=training, serving_share=serving),
+        "h20": replace(h20, training_share=h20_training, serving_share=serving),
+    }
+
+
+def _bisect(excess: Callable[[float], float]) -> float:
+    """The share at which a rising function crosses zero."""
+    low, high = 0.01, 1.0
+    for _ in range(16):
+        middle = (low * high) ** 0.5
+        low, high = (low, middle) if excess(middle) > 0 else (middle, high)
+    return (low * high) ** 0.5
+
+
+def paper_cluster(name: str, devices: dict[str, DeviceType]) -> Topology:
+    """A shipped cluster with the fitted devices."""
+    topology = read_cluster(DEPLOYMENTS / "clusters" / f"{name}.yaml")
+    return replace(topology, nodes=tuple(replace(n, device=devices[n.type_name]) for n in topology.nodes))
+
+
+def split(topology: Topology, model: Model, partition: tuple[int, ...]) -> ClusterPlan:
+    """The search phase alone on a given split."""
+    problem = Problem(topology, model, DEMAND, what_if=True, sync_mode="blocking")
+    found = Search(problem, 60)(partition)
+    if found is None:
+        raise ValueError(f"{partition} of {topology.name} cannot train and generate")
+    step_s = found.placed.step_s
+    return build_plan(problem, found.placed, mode="split", bound_step_s=step_s, solver_step_s=step_s, solve_s=0.0)
+
+
+def areal(topology: Topology, model: Model) -> ClusterPlan:
+    """The baseline: AReaL gives whole machines to a role, in the best split."""
+    sizes = [n.devices for n in topology.nodes]
+    splits = [tuple(d if i < k else 0 for i, d in enumerate(sizes)) for k in range(1, len(sizes))]
+    return min((split(topology, model, s) for s in splits), key=lambda plan: plan.step_s)
+
+
+def _two_phase(topology: Topology, model: Model, **wishes: Any) -> ClusterPlan:
+    return make_plan(topology, model, DEMAND, mode="two-phase", what_if=True, sync_mode="blocking", **wishes)
+
+
+def reproduce(devices: dict[str, DeviceType]) -> tuple[dict[str, dict[str, float]], dict[str, Any]]:
+    """Our value of every published row, in mode two-phase corrected with blocking sync; and the plans behind them."""
+    clusters = {name: paper_cluster(name, devices) for name in (H800_24, H20_64, HEX)}
+    ours: dict[str, dict[str, float]] = {row: {} for row in PUBLISHED}
+    plans: dict[str, Any] = {}
+    for size, model in models().items():
+        hex_, printed = _two_phase(clusters[HEX], model), _two_phase(clusters[HEX], model, partition="printed")
+        h800, h20 = areal(clusters[H800_24], model), areal(clusters[H20_64], model)
+        uniform = split(clusters[H800_24], model, (8, 4, 0))
+        for row, plan in (("Hex", hex_), ("AReaL-H800", h800), ("AReaL-H20", h20)):
+            ours[f"{row} k-tokens/s"][size] = plan.throughput_tokens_per_s / 1e3
+            ours[f"{row} rollout s"][size] = plan.rollout_s
+            ours[f"{row} train s"][size] = plan.train_s
+            ours[f"sync s, {row.removeprefix('AReaL-')}"][size] = plan.sync_s
+        ours["Hex / AReaL-H800"][size] = hex_.throughput_tokens_per_s / h800.throughput_tokens_per_s
+        ours["Hex / AReaL-H20"][size] = hex_.throughput_tokens_per_s / h20.throughput_tokens_per_s
+        ours["24 H800, uniform k-tokens/s"][size] = uniform.throughput_tokens_per_s / 1e3
+        ours["24 H800, optimised / uniform"][size] = h800.throughput_tokens_per_s / uniform.throughput_tokens_per_s
+        rollout, training = _token_prices(devices, model, h800)
+        ours["USD per rollout token, H800 / H20"][size] = rollout
+        ours["USD per training token, H20 / H800"][size] = training
+        free = _two_phase(clusters[H800_24], model)
+        plans[size] = {"h800": h800, "h20": h20, "hex": hex_, "hex printed": printed, "h800 by two-phase": free}
+    return ours, plans
+
+
+def _token_prices(devices: dict[str, DeviceType], model: Model, reference: ClusterPlan) -> tuple[float, float]:
+    """Price of a token on one type over the other, at the concurrency that a step of the reference plan allows."""
+    serving, turn = ServingCost(model, DEMAND), DEMAND.latency_steps * reference.rollout_s
+    cost = TrainingCost(model, DEMAND, devices)
+
+    def rollout(device: DeviceType) -> float:
+        rates = [
+            serving.tokens_per_s(device, k, c) / k
+            for k in serving.tensor_ranks(device, 8)
+            for c in serving.concurrencies(device, k)
+            if serving.latency_s(device, k, c) <= turn
+        ]
+        return device.usd_per_h / max(rates)
+
+    def training(device: DeviceType) -> float:
+        layout = TrainingLayout((Stage(device.name, 8, 1, 1),), 3)
+        return device.usd_per_h * cost.step_s(layout, [5e9])
+
+    h800, h20 = devices["h800-sxm"], devices["h20"]
+    return rollout(h800) / rollout(h20), training(h20) / training(h800)
+
+
+def improve(devices: dict[str, DeviceType], plans: dict[str, Any]) -> list[dict[str, Any]]:
+    """Mode joint: better sync on the same GPUs, free composition at the same budget, and the cheapest equal."""
+    rows = []
+    everything = paper_cluster("paper-h800-24-h20-24", devices)
+    h20_nodes = paper_cluster(HEX, devices).nodes[1:]
+    extra = tuple(replace(n, name=f"more-{n.name}") for n in h20_nodes)
+    rentable = replace(everything, name="24 H800 and 72 H20 to rent", nodes=everything.nodes + extra)
+    for size, model in models().items():
+        base = plans[size]["h800"]
+        budget = paper_cluster(HEX, devices).usd_per_h
+
+        def joint(topology: Topology, sync: Any, model: Model = model, **wishes: Any) -> ClusterPlan:
+            return make_plan(topology, model, DEMAND, what_if=True, sync_mode=sync, **wishes)
+
+        cluster = paper_cluster(HEX, devices)
+        cases = {f"8 H800 + 48 H20, {s}": joint(cluster, s) for s in ("blocking", "tree", "overlapped")}
+        cases["24 H800, blocking"] = joint(paper_cluster(H800_24, devices), "blocking")
+        cases["24 H800, overlapped"] = joint(paper_cluster(H800_24, devices), "overlapped")
+        free = joint(rentable, "overlapped", budget_usd_per_h=budget)
+        cases[f"free composition at {budget:.0f} USD/h, overlapped"] = free
+        cases["as fast as AReaL on 24 H800, cheapest, tree"] = joint(
+            rentable, "tree", target_tokens_per_s=base.throughput_tokens_per_s
+        )
+        for name, plan in cases.items():
+            simulated = simulate(plan, steps=100, warm_up=40)
+            rows.append(
+                {
+                    "model": size,
+                    "case": name,
+                    "over_h800": plan.throughput_tokens_per_s / base.throughput_tokens_per_s,
+                    "cheaper": 24 * devices["h800-sxm"].usd_per_h / plan.usd_per_h,
+                    "usd_per_h": plan.usd_per_h,
+                    "gap": plan.gap,
+                    "simulated": simulated.throughput_tokens_per_s / plan.throughput_tokens_per_s,
+                    "training": plan.training.layout,
+                    "rollout_devices": _by_type(plan),
+                    "solve_s": plan.solve_s,
+                }
+            )
+    return rows
+
+
+def _by_type(plan: ClusterPlan) -> dict[str, int]:
+    counts: dict[str, int] = {}
+    for replica in plan.replicas:
+        counts[replica.device_type] = counts.get(replica.device_type, 0) + len(replica.devices)
+    return counts
+
+
+def verdicts(ours: dict[str, dict[str, float]]) -> list[str]:
+    """What is required, and whether it holds."""
+    lines = []
+    for row, tolerances in REQUIRED.items():
+        for size, tolerance in tolerances.items():
+            error = ours[row][size] / PUBLISHED[row][size] - 1
+            verdict = "holds " if abs(error) <= tolerance else "MISSED"
+            lines.append(f"{verdict} {row} {size}: {error:+.0%} (±{tolerance:.0%})")
+    for faster, slower in (("Hex", "AReaL-H800"), ("Hex", "AReaL-H20"), ("AReaL-H800", "AReaL-H20")):
+        for size in SIZES:
+            holds = ours[f"{faster} k-tokens/s"][size] > ours[f"{slower} k-tokens/s"][size]
+            lines.append(f"{'holds ' if holds else 'MISSED'} {faster} faster than {slower}, {size}")
+    return lines
+
+
+def main() -> None:
+    """Print the tables."""
+    parser = argparse.ArgumentParser(description="AReaL-Hex's rows beside ours.")
+    parser.add_argument("--json", type=Path, help="write everything here")
+    arguments = parser.parse_args()
+    began = time.perf_counter()
+    devices = fitted_devices(models()["7b"])
+    for device in devices.values():
+        print(f"{device.name}: training share {device.training_share:.4f}, serving share {device.serving_share:.4f}")
+    ours, plans = reproduce(devices)
+    print("\n| row | " + " | ".join(f"{s} paper | ours" for s in SIZES) + " |\n|---|" + "---|" * 6)
+    for row, values in PUBLISHED.items():
+        print(f"| {row} | " + " | ".join(f"{values[s]:g} | {ours[row][s]:.3g}" for s in SIZES) + " |")
+    lines = verdicts(ours)
+    print("\n" + "\n".join(lines))
+    print("\nPlans (two-phase, blocking):")
+    for size in SIZES:
+        for name, plan in plans[size].items():
+            print(
+                f"  {size} {name}: {plan.training.layout}; generating {_by_type(plan)}; step {plan.step_s:.1f} s, "
+                f"{plan.throughput_tokens_per_s / 1e3:.2f} k-tokens/s, solved in {plan.solve_s:.1f} s"
+            )
+    improved = improve(devices, plans)
+    print(
+        "\n| model | joint, what-if | × AReaL-H800 | × cheaper | USD/h | gap | simulated/planned | trains | generate |"
+    )
+    print("|---|---|---|---|---|---|---|---|---|")
+    for r in improved:
+        print(
+            f"| {r['model']} | {r['case']} | {r['over_h800']:.2f} | {r['cheaper']:.2f} | {r['usd_per_h']:.1f} "
+            f"| {r['gap']:.2%} | {r['simulated']:.3f} | {r['training']} | {r['rollout_devices']} |"
+        )
+    print(f"\n{time.perf_counter() - began:.0f} s")
+    if arguments.json:
+        shares = {n: {"training": d.training_share, "serving": d.serving_share} for n, d in devices.items()}
+        result = {"published": PUBLISHED, "ours": ours, "verdicts": lines, "shares": shares, "joint": improved}
+        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
