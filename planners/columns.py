@@ -10,7 +10,7 @@ of d₁, d₂, … devices exactly if for every power k, Σ over degrees ≥ k o
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 from planners.demand import Demand
@@ -20,7 +20,7 @@ from planners.model import Model
 from planners.profile import DeviceProfile
 from planners.serving import TENSOR_RANKS, ServingCost
 from planners.sync import SYNC_RUNS_TODAY, SyncMode
-from planners.topology import Topology
+from planners.topology import Storage, Topology
 from planners.training import Stage, TrainingCost, TrainingLayout
 
 MOST_PIPELINE_MACHINES = 4
@@ -90,6 +90,7 @@ class Problem:
             raise UserError(
                 f"Sync mode {sync_mode} does not run yet; `storage` does. Add --what-if to plan with it all the same."
             )
+        topology = replace(topology, storage=_measured_storage(topology, model, profiles or {}))
         self.topology = topology
         self.model = model
         self.demand = demand
@@ -107,6 +108,18 @@ class Problem:
     def machine_counts_of(self, device_type: str) -> int:
         """Machines of a type."""
         return sum(count for (kind, _), count in self.machine_counts.items() if kind == device_type)
+
+
+def _measured_storage(topology: Topology, model: Model, profiles: Mapping[str, DeviceProfile]) -> Storage:
+    """The shared directory at the speed that was measured, where every type has a profile: the slowest type's."""
+    if not set(topology.types) <= set(profiles):
+        return topology.storage
+    publish_s = max(profiles[t].publish_s for t in topology.types)
+    load_s = max(profiles[t].load_s for t in topology.types)
+    gigabytes = model.weight_bytes / 1e9
+    return Storage(
+        write_gb_per_s=gigabytes / max(publish_s, 1e-6), read_gb_per_s=1e6, load_gb_per_s=gigabytes / max(load_s, 1e-6)
+    )
 
 
 def rollout_columns(problem: Problem) -> list[RolloutColumn]:

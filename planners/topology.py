@@ -4,6 +4,7 @@
 exist yet.
 """
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -11,8 +12,13 @@ from pathlib import Path
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from planners.catalogue import DeviceType, device_type
+from planners.catalogue import DeviceType, device_type, measured_device
+from planners.cluster import Machine
 from planners.errors import UserError
+from planners.profile import DeviceProfile
+
+NETWORK_BYTES_PER_S = 1.25e9
+"""Assumed between discovered machines: 10 Gbit/s."""
 
 
 class _Section(BaseModel):
@@ -140,6 +146,44 @@ class Topology:
         names = {n.name for n in kept}
         links = {pair: value for pair, value in self.node_links.items() if pair <= names}
         return Topology(self.name, kept, self.type_links, links, self.storage)
+
+
+def discovered(name: str, machines: Sequence[Machine], profiles: Mapping[str, DeviceProfile]) -> Topology:
+    """The topology of machines that are running. A machine with several device types becomes one node per type.
+
+    Args:
+        name: what plans call it.
+        machines: as discovery found them.
+        profiles: measured rates by device type; types without one are taken from the catalogue.
+
+    Raises:
+        UserError: a type that is neither measured nor in the catalogue.
+    """
+    nodes: list[Node] = []
+    hosts: dict[str, str] = {}
+    for machine in machines:
+        for kind, count in machine.count_by_type().items():
+            memory = min(d.memory_bytes for d in machine.devices if d.device_type == kind)
+            profile = profiles.get(kind)
+            device = (
+                measured_device(kind, profile.gemm_flops_per_s, profile.memory_bytes_per_s, memory)
+                if profile
+                else replace(device_type(kind), memory_bytes=memory)
+            )
+            node = Node(
+                machine.name if len(machine.count_by_type()) == 1 else f"{machine.name}/{kind}", kind, device, count
+            )
+            hosts[node.name] = machine.name
+            nodes.append(node)
+    types = sorted({n.type_name for n in nodes})
+    between = {frozenset((a, b)): NETWORK_BYTES_PER_S for a in types for b in types}
+    inside = {
+        frozenset((a.name, b.name)): min(a.device.link_bytes_per_s, b.device.link_bytes_per_s)
+        for a in nodes
+        for b in nodes
+        if a.name < b.name and hosts[a.name] == hosts[b.name]
+    }
+    return Topology(name, tuple(nodes), between, inside, Storage())
 
 
 def read_cluster(path: Path) -> Topology:

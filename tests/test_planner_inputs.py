@@ -66,7 +66,7 @@ def test_every_device_has_positive_figures_and_a_source() -> None:
         assert min(device.flops_per_s, device.memory_bytes_per_s, device.memory_bytes, device.link_bytes_per_s) > 0
         assert device.source
         assert device.training_source
-        assert device.efficiency.fitted_on in CATALOGUE
+        assert device.efficiency.fitted_on in {*CATALOGUE, "itself"}
 
 
 def test_an_unknown_device_is_answered_with_the_nearest() -> None:
