@@ -96,16 +96,8 @@ class Topology:
 
     @cached_property
     def types(self) -> dict[str, DeviceType]:
-        """Device types in order of appearance. Groups of one type share its price (the lowest) and link (the best)."""
-        found: dict[str, DeviceType] = {}
-        for node in self.nodes:
-            known = found.setdefault(node.type_name, node.device)
-            found[node.type_name] = replace(
-                known,
-                usd_per_h=min(known.usd_per_h, node.device.usd_per_h),
-                link_bytes_per_s=max(known.link_bytes_per_s, node.device.link_bytes_per_s),
-            )
-        return found
+        """Device types in order of appearance."""
+        return {node.type_name: node.device for node in self.nodes}
 
     @cached_property
     def counts(self) -> dict[str, int]:
@@ -214,29 +206,47 @@ def parse_cluster(file: ClusterFile) -> Topology:
     """
     if not file.machines:
         raise UserError(f"Cluster {file.name} is empty: list at least one group under `machines`.")
-    nodes: list[Node] = []
+    devices = _group_devices(file)
+    nodes = [
+        Node(f"{group.name}-{i}", group.name, devices[group.name], group.devices)
+        for group in file.machines
+        for i in range(group.count)
+    ]
+    names = [node.name for node in nodes]
+    if len(set(names)) < len(names):
+        twice = next(n for n in names if names.count(n) > 1)
+        raise UserError(f"Cluster {file.name} has two machines called {twice}: name each group differently.")
+    type_links, node_links = _links(file, {n.name for n in nodes}, sorted({n.type_name for n in nodes}))
+    topology = Topology(file.name, tuple(nodes), type_links, node_links, file.storage)
+    _check_links(topology)
+    return topology
+
+
+def _group_devices(file: ClusterFile) -> dict[str, DeviceType]:
+    """The device type of each group. Groups of one type that differ in price or link are types of their own, called
+    type@group, so that a budget counts what each really costs."""
+    devices: dict[str, DeviceType] = {}
     for group in file.machines:
         device = device_type(group.device_type)
         if group.link_gb_per_s is not None:
             device = replace(device, link_bytes_per_s=group.link_gb_per_s * 1e9)
         if group.usd_per_h is not None:
             device = replace(device, usd_per_h=group.usd_per_h)
-        nodes += [Node(f"{group.name}-{i}", group.name, device, group.devices) for i in range(group.count)]
-    names = [node.name for node in nodes]
-    if len(set(names)) < len(names):
-        twice = next(n for n in names if names.count(n) > 1)
-        raise UserError(f"Cluster {file.name} has two machines called {twice}: name each group differently.")
-    type_links, node_links = _links(file, {n.name for n in nodes}, {n.type_name for n in nodes})
-    topology = Topology(file.name, tuple(nodes), type_links, node_links, file.storage)
-    _check_links(topology)
-    return topology
+        devices[group.name] = device
+    differing = {a.name for a in devices.values() for b in devices.values() if a.name == b.name and a != b}
+    return {
+        group: replace(device, name=f"{device.name}@{group}") if device.name in differing else device
+        for group, device in devices.items()
+    }
 
 
 def _links(
-    file: ClusterFile, names: set[str], types: set[str]
+    file: ClusterFile, names: set[str], types: list[str]
 ) -> tuple[dict[frozenset[str], float], dict[frozenset[str], float]]:
     type_links: dict[frozenset[str], float] = {}
     node_links: dict[frozenset[str], float] = {}
+    variants = {t.split("@")[0]: [u for u in types if u.split("@")[0] == t.split("@")[0]] for t in types}
+    variants.update({t: [t] for t in types})
     for link in file.links:
         pair = frozenset(link.between)
         if link.gb_per_s <= 0:
@@ -244,12 +254,13 @@ def _links(
                 f"The link {' - '.join(link.between)} of cluster {file.name} has {link.gb_per_s:g} GB/s: a bandwidth "
                 "must be positive; leave out machines that cannot reach each other."
             )
-        if pair <= types:
-            type_links[pair] = link.gb_per_s * 1e9
+        if pair <= set(variants):
+            a, b = (variants[kind] for kind in link.between)
+            type_links.update({frozenset((x, y)): link.gb_per_s * 1e9 for x in a for y in b})
         elif pair <= names and len(pair) == 2:
             node_links[pair] = link.gb_per_s * 1e9
         else:
-            unknown = ", ".join(sorted(pair - types - names)) or " - ".join(link.between)
+            unknown = ", ".join(sorted(pair - set(variants) - names)) or " - ".join(link.between)
             raise UserError(f"A link of cluster {file.name} names {unknown}, which is no device type or machine of it.")
     return type_links, node_links
 

@@ -112,6 +112,18 @@ def test_links_go_by_pair_of_types_unless_machines_say_otherwise() -> None:
     assert topology.best_link("h20", "h800-sxm") == 3e9
 
 
+def test_groups_of_one_type_at_different_prices_are_types_of_their_own() -> None:
+    machines = [
+        {"name": "own", "device_type": "h20", "devices": 8},
+        {"name": "spot", "device_type": "h20", "devices": 8, "usd_per_h": 0.5},
+    ]
+    links = [{"between": ["h20", "h20"], "gb_per_s": 5}]
+    topology = parse_cluster(cluster(machines=machines, links=links))
+    assert {t: d.usd_per_h for t, d in topology.types.items()} == {"h20@own": 1.85, "h20@spot": 0.5}
+    a, b = topology.nodes
+    assert topology.link(a, b) == 5e9
+
+
 def test_mixtures_of_experts_and_unknown_architectures_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="mixture of experts"):
         model_from_config({"model_type": "qwen3_moe", "num_experts": 64}, "m")
