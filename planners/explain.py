@@ -52,6 +52,8 @@ def explain(plan: ClusterPlan, next_devices: Mapping[str, float] | None = None) 
 
 
 def _certainty(plan: ClusterPlan) -> str:
+    if plan.mode == "exhaustive":
+        return f"The best there is, {plan.bound_holds}: every assignment was tried."
     if plan.mode != "joint":
         return f"Mode {plan.mode} proves no bound."
     return f"At most {plan.gap:.2%} below the best there is, {plan.bound_holds}."

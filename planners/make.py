@@ -16,7 +16,7 @@ from planners.solver import Infeasible
 from planners.sync import SyncMode
 from planners.topology import Topology
 
-Mode = Literal["joint", "two-phase", "homogeneous", "uniform"]
+Mode = Literal["joint", "two-phase", "homogeneous", "uniform", "exhaustive"]
 RANKING_ROUNDS = 4
 
 
@@ -42,7 +42,7 @@ def make_plan(
         model: what is trained.
         demand: what a step asks.
         mode: `joint`, `two-phase` (Algorithm 1 of AReaL-Hex), or a baseline: `homogeneous` uses the best single device
-            type, `uniform` trains on half of the devices.
+            type, `uniform` trains on half of the devices, `exhaustive` tries everything on up to 8 devices.
         what_if: open layouts and sync modes that do not run yet.
         sync_mode: how weights reach the replicas.
         budget_usd_per_h: rent at most this much.
@@ -62,6 +62,11 @@ def make_plan(
         from planners.two_phase import plan_two_phase
 
         placed, bound_s, solver_s = plan_two_phase(problem, partition, exclude_training_bound, time_limit_s)
+    elif mode == "exhaustive":
+        from planners.exhaustive import plan_exhaustively
+
+        placed = plan_exhaustively(problem)
+        bound_s = solver_s = placed.step_s
     else:
         target_s = demand.tokens_per_step / target_tokens_per_s if target_tokens_per_s else None
         wish = Wish(budget_usd_per_h, target_s)
@@ -88,8 +93,8 @@ def _check_wishes(mode: Mode, budget: float | None, target: float | None) -> Non
         raise UserError(f"The target is {target:g} tokens/s: give a positive one.")
     if budget is not None and target is not None:
         raise UserError("Give a budget or a target, not both.")
-    if mode == "two-phase" and (budget is not None or target is not None):
-        raise UserError("Mode two-phase plans a given cluster; use --mode joint with a budget or a target.")
+    if mode in ("two-phase", "exhaustive") and (budget is not None or target is not None):
+        raise UserError(f"Mode {mode} plans a given cluster; use --mode joint with a budget or a target.")
 
 
 def _joint(problem: Problem, wish: Wish, time_limit_s: float) -> Outcome:

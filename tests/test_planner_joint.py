@@ -11,11 +11,10 @@ from planners.cluster_plan import ClusterPlan
 from planners.demand import Demand
 from planners.errors import UserError
 from planners.lengths import LogNormal, constant
-from planners.make import make_plan
+from planners.make import Mode, make_plan
 from planners.model import Model, read_model
 from planners.sync import SyncMode
 from planners.topology import ClusterFile, Topology, parse_cluster, read_cluster
-from tests.planner_oracle import best_step_s
 
 DEPLOYMENTS = Path(__file__).parent.parent / "deployments"
 SMALL = read_model(DEPLOYMENTS / "models" / "r1-distill-qwen-1.5b")
@@ -23,6 +22,7 @@ SEVEN = read_model(DEPLOYMENTS / "models" / "r1-distill-qwen-7b")
 PAPER = Demand(32, 16, 8, constant(250), LogNormal(mean=5000, q99=16000, cap=27648).lengths(), 28672, minibatches=4)
 HEX = read_cluster(DEPLOYMENTS / "clusters" / "paper-h800-8-h20-48.yaml")
 SOLVER_GAP = 2e-3
+MODES: tuple[Mode, ...] = ("joint", "exhaustive")
 
 
 def examples(count: int) -> settings:
@@ -64,15 +64,19 @@ modes = st.sampled_from(["storage", "blocking", "tree", "overlapped"])
 @given(clusters(), demands(), modes, st.booleans())
 def test_agrees_with_exhaustive_search(topology: Topology, demand: Demand, sync: SyncMode, what_if: bool) -> None:
     sync = sync if what_if else "storage"
-    best_s = best_step_s(topology, SMALL, demand, sync, what_if)
-    try:
-        plan = make_plan(topology, SMALL, demand, sync_mode=sync, what_if=what_if)
-    except UserError:
-        assert best_s is None
-        return
-    assert best_s is not None
-    assert plan.step_s == pytest.approx(best_s, rel=SOLVER_GAP)
-    assert plan.upper_bound_tokens_per_s >= demand.tokens_per_step / best_s * (1 - 1e-6)
+    plans: dict[Mode, ClusterPlan | None] = {}
+    for mode in MODES:
+        try:
+            plans[mode] = make_plan(topology, SMALL, demand, mode=mode, sync_mode=sync, what_if=what_if)
+        except UserError:
+            plans[mode] = None
+    joint, best = plans["joint"], plans["exhaustive"]
+    assert (joint is None) == (best is None)
+    if joint and best:
+        check_feasible(best, topology, demand)
+        check_feasible(joint, topology, demand)
+        assert joint.step_s == pytest.approx(best.step_s, rel=SOLVER_GAP)
+        assert joint.upper_bound_tokens_per_s >= best.throughput_tokens_per_s * (1 - 1e-6)
 
 
 def joint(topology: Topology, model: Model = SEVEN, demand: Demand = PAPER, sync: SyncMode = "tree") -> ClusterPlan:
@@ -117,6 +121,11 @@ def test_the_papers_cluster_is_planned_near_its_bound(sync: SyncMode) -> None:
     check_feasible(plan, HEX, PAPER)
     assert plan.gap <= 0.005
     assert plan.training.stages[0].device_type == "h800-sxm"
+
+
+def test_exhaustive_search_stops_at_eight_devices() -> None:
+    with pytest.raises(UserError, match="stops at 8 devices"):
+        make_plan(HEX, SEVEN, PAPER, mode="exhaustive")
 
 
 def test_only_what_runs_is_planned_unless_asked() -> None:

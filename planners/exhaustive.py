@@ -1,52 +1,92 @@
-"""The best plan by exhaustive search over concrete devices: slow, and shares no column or solver code.
+"""Baseline `exhaustive`: the best plan by trying every assignment of concrete devices. For up to 8 of them.
 
-It shares the cost formulas (seconds of a layout on given links, tokens/s of a replica, seconds of a sync), because it
-checks the search and not the costs.
+It shares the cost formulas with the other modes (seconds of a layout on given links, tokens/s of a replica, seconds of
+a sync) and none of their columns, bounds or programs, so the tests check the joint planner against it.
 """
 
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from planners.columns import Problem, RolloutColumn, TrainingColumn
 from planners.demand import Demand
+from planners.errors import UserError
 from planners.model import Model
+from planners.placement import Placed
 from planners.serving import ServingCost
-from planners.sync import SyncMode, sync_of
+from planners.sync import sync_of
 from planners.topology import Node, Topology
 from planners.training import Stage, TrainingCost, TrainingLayout
 
+MOST_DEVICES = 8
 LADDER = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
-Engine = tuple[int, int, float, float]  # devices, answers, tokens/s, latency
+Engine = tuple[int, int, float, float]
+"""Devices, answers in progress, tokens/s, latency of one replica."""
 
 
 @dataclass(frozen=True)
 class Trainer:
-    """Machines and the devices taken on each, stage by stage, with the seconds of a step."""
+    """Machines stage by stage, the devices taken on each, the layout and the seconds of a step."""
 
     stages: tuple[tuple[Node, ...], ...]
     taken: dict[str, int]
+    layout: TrainingLayout
     seconds: float
 
 
-def best_step_s(topology: Topology, model: Model, demand: Demand, sync: SyncMode, what_if: bool) -> float | None:
-    """Seconds of the fastest step, or None if there is no plan."""
-    serving, training = ServingCost(model, demand), TrainingCost(model, demand, topology.types)
-    engines = {n.name: engines_of(serving, demand, n) for n in topology.nodes}
-    best: float | None = None
-    for trainer in trainers(training, topology, model, demand, what_if):
-        for choice in generations(topology, engines, trainer, demand):
-            generating = [n for n, chosen in zip(topology.nodes, choice, strict=True) if chosen]
-            used = [engine for chosen in choice for engine in chosen]
-            if not used:
-                continue
-            nodes = [n for stage in trainer.stages for n in stage]
-            cost = sync_of(sync, topology, nodes, generating, model.weight_bytes)
-            longest_s = max(e[3] for e in used) / max(1, demand.max_staleness - 0.5)
-            generate_s = max(demand.tokens_per_step / sum(e[2] for e in used), longest_s) + demand.reward_s
-            together = trainer.seconds + generate_s if demand.max_staleness == 0 else max(trainer.seconds, generate_s)
-            step = max(together + cost.pause_s, cost.transfer_s)
-            best = step if best is None else min(best, step)
+def plan_exhaustively(problem: Problem) -> Placed:
+    """The fastest plan.
+
+    Raises:
+        UserError: more than `MOST_DEVICES` devices, or no plan at all.
+    """
+    topology = problem.topology
+    if topology.devices > MOST_DEVICES:
+        raise UserError(
+            f"Mode exhaustive tries every assignment and stops at {MOST_DEVICES} devices, but cluster {topology.name} "
+            f"has {topology.devices}: use mode joint."
+        )
+    engines = {n.name: engines_of(problem.serving, problem.demand, n) for n in topology.nodes}
+    best: Placed | None = None
+    for trainer in trainers(problem.training, topology, problem.model, problem.demand, problem.what_if):
+        for choice in generations(topology, engines, trainer, problem.demand):
+            placed = _placed(problem, trainer, choice, best.step_s if best else float("inf"))
+            best = placed or best
+    if best is None:
+        raise UserError(f"No assignment of the devices of cluster {topology.name} both trains and generates.")
     return best
+
+
+def _placed(
+    problem: Problem, trainer: Trainer, choice: tuple[tuple[Engine, ...], ...], faster_than_s: float
+) -> Placed | None:
+    """The plan if it is faster than that."""
+    topology, demand = problem.topology, problem.demand
+    used = [engine for chosen in choice for engine in chosen]
+    if not used:
+        return None
+    rate, latency_s = sum(e[2] for e in used), max(e[3] for e in used)
+    generate_s = max(demand.tokens_per_step / rate, latency_s / max(1, demand.max_staleness - 0.5)) + demand.reward_s
+    together_s = trainer.seconds + generate_s if demand.max_staleness == 0 else max(trainer.seconds, generate_s)
+    if together_s >= faster_than_s:
+        return None
+    generating = [n for n, chosen in zip(topology.nodes, choice, strict=True) if chosen]
+    training = [n for stage in trainer.stages for n in stage]
+    sync = sync_of(problem.sync_mode, topology, training, generating, problem.model.weight_bytes)
+    step_s = max(together_s + sync.pause_s, sync.transfer_s)
+    if step_s >= faster_than_s:
+        return None
+    replicas = []
+    for node, chosen in zip(topology.nodes, choice, strict=True):
+        first = trainer.taken.get(node.name, 0)
+        for devices, answers, engine_rate, engine_latency_s in chosen:
+            column = RolloutColumn(node.type_name, devices, answers, engine_rate, engine_latency_s)
+            replicas.append((column, node, tuple(range(first, first + devices))))
+            first += devices
+    stages = tuple(tuple((n, tuple(range(trainer.taken[n.name]))) for n in stage) for stage in trainer.stages)
+    sizes = tuple(stage[0].devices for stage in trainer.stages)
+    trained = TrainingColumn(trainer.layout, sizes, trainer.seconds, {})
+    return Placed(trained, stages, tuple(replicas), trainer.seconds, rate, latency_s, sync, step_s)
 
 
 def engines_of(serving: ServingCost, demand: Demand, node: Node) -> list[Engine]:
@@ -133,11 +173,9 @@ def _costed(
 ) -> Iterator[Trainer]:
     links = [min((topology.link(a, b) for a, b in itertools.combinations(group, 2)), default=1e18) for group in nodes]
     links += [min(topology.link(a, b) for a in x for b in y) for x, y in itertools.pairwise(nodes)]
-    fitting = [
-        training.step_s(TrainingLayout(stages, zero), links)
-        for zero in range(4)
-        if all(m.fits for m in training.memory(TrainingLayout(stages, zero)))
-    ]
+    layouts = [TrainingLayout(stages, zero) for zero in range(4)]
+    fitting = [layout for layout in layouts if all(m.fits for m in training.memory(layout))]
     if fitting:
+        fastest = min(fitting, key=lambda layout: training.step_s(layout, links))
         taken = {n.name: s.devices // s.machines for s, group in zip(stages, nodes, strict=True) for n in group}
-        yield Trainer(nodes, taken, min(fitting))
+        yield Trainer(nodes, taken, fastest, training.step_s(fastest, links))
