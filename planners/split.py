@@ -84,7 +84,9 @@ def plan_split(
     counts = chosen.count_by_type()
     for name in counts:
         if name not in profiles:
-            raise UserError(f"Device type '{name}' has no profile for this model: run `hexflow profile` first.")
+            raise UserError(
+                f"Device type '{name}' has no profile for this model: run `hexflow prepare EXPERIMENT` first."
+            )
     problem = _Problem(
         counts=counts,
         kinds={device.device_type: device.kind for device in chosen.devices},

@@ -208,7 +208,7 @@ def test_generation_rate_interpolates() -> None:
         ({("cpu", "cpu"): 2}, {"device_types": ["cpus"]}, "cluster.device_types.*'cpus'.*did you mean 'cpu'"),
         ({("cpu", "cpu"): 2}, {"train_type": "h100"}, "planner.train_type.*'h100'.*found: cpu"),
         ({("cpu", "cpu"): 2}, {"train_devices": 2}, "planner.train_devices is 2.*between 1 and 1"),
-        ({("cpu", "cpu"): 2, ("gpu", "cuda"): 1}, {}, "'gpu' has no profile"),
+        ({("cpu", "cpu"): 2, ("gpu", "cuda"): 1}, {}, "'gpu' has no profile.* run `hexflow prepare"),
         ({("cpu", "cpu"): 1, ("gpu", "cuda"): 1}, {"device_types": ["cpu"]}, "found 1"),
     ],
 )
