@@ -20,9 +20,9 @@ class Workload(BaseModel):
         description="Largest number of policy versions between a trained token and the step that trains on it: η.",
     )
     prompt_lengths: LengthSpec | None = Field(
-        default=None, description="How long prompts are, for the planner; empty: all of max_prompt_tokens."
+        default=None, description="How long prompts are in tokens, for the planner; empty: all of max_prompt_tokens."
     )
     response_lengths: LengthSpec | None = Field(
-        default=None, description="How long answers are, for the planner; empty: all of max_new_tokens."
+        default=None, description="How long answers are in tokens, for the planner; empty: all of max_new_tokens."
     )
     reward_s: float = Field(default=0.0, ge=0, description="Seconds by which scoring delays a step, for the planner.")

@@ -80,9 +80,11 @@ class AlgorithmSection(Section):
     lr: float = Field(default=5e-6, gt=0, description="AdamW learning rate.")
     lr_schedule: Literal["constant", "linear", "cosine"] = Field(default="constant", description="Decay after warm-up.")
     warmup_steps: int = Field(default=0, ge=0, description="Steps of linear warm-up.")
-    adam_beta1: float = Field(default=0.9, ge=0, lt=1)
-    adam_beta2: float = Field(default=0.99, ge=0, lt=1)
-    weight_decay: float = Field(default=0.0, ge=0)
+    adam_beta1: float = Field(default=0.9, ge=0, lt=1, description="AdamW decay of the gradient's running mean: β₁.")
+    adam_beta2: float = Field(
+        default=0.99, ge=0, lt=1, description="AdamW decay of the squared gradient's running mean: β₂."
+    )
+    weight_decay: float = Field(default=0.0, ge=0, description="AdamW decoupled weight decay; 0 is none.")
     clip: float = Field(default=0.2, gt=0, description="PPO clip range ε.")
     behaviour_weight_cap: float = Field(
         default=2.0, gt=0, description="Cap of π_prox/π_behave, the correction for stale tokens."
@@ -109,7 +111,11 @@ class RolloutSection(Section):
     concurrency: int | None = Field(
         default=None, ge=1, description="Answers in flight per replica; empty: as the plan says."
     )
-    max_attempts_per_prompt: int = Field(default=3, ge=1, description="Leases of one prompt before it is quarantined.")
+    max_attempts_per_prompt: int = Field(
+        default=3,
+        ge=1,
+        description="Failed attempts of a prompt before it is given up; one lost with a dead replica does not count.",
+    )
 
 
 class ClusterSection(Section):
@@ -151,9 +157,15 @@ class RunSection(Section):
     )
     evaluation_samples: int = Field(default=2, ge=1, description="Sampled answers per held-out question.")
     restarts: int = Field(default=3, ge=0, description="Restarts of dead replicas and trainers allowed in all.")
-    heartbeat_deadline_s: float = Field(default=60.0, gt=0, description="Silence after which an actor counts as dead.")
-    start_deadline_s: float = Field(default=600.0, gt=0, description="Longest start-up of a replica or trainer.")
-    step_deadline_s: float = Field(default=1800.0, gt=0, description="Longest time without a finished step.")
+    heartbeat_deadline_s: float = Field(
+        default=60.0, gt=0, description="Seconds of silence after which an actor is dead."
+    )
+    start_deadline_s: float = Field(
+        default=600.0, gt=0, description="Longest start of a replica or trainer, in seconds."
+    )
+    step_deadline_s: float = Field(
+        default=1800.0, gt=0, description="Longest time without a finished step, in seconds."
+    )
 
 
 class Experiment(Section):

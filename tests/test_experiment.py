@@ -67,3 +67,14 @@ def test_relative_paths_become_absolute(tmp_path: Path, monkeypatch: pytest.Monk
 def test_the_resolved_experiment_survives_storage() -> None:
     experiment = load_experiment(TINY)
     assert Experiment.model_validate_json(experiment.model_dump_json()) == experiment
+
+
+def test_every_field_says_what_it_is_and_in_which_unit() -> None:
+    """The descriptions are the form in the Prefect UI."""
+    for section, field in Experiment.model_fields.items():
+        assert field.description, section
+        for name, inner in type(field.default).model_fields.items():
+            words = inner.description or ""
+            assert words, f"{section}.{name}"
+            assert not name.endswith("_s") or "econds" in words, f"{section}.{name} has no unit"
+            assert "tokens" not in name or "tokens" in words, f"{section}.{name} has no unit"
