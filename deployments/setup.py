@@ -21,12 +21,11 @@ from deployments.api import PrefectApi
 from deployments.versions import VARIABLE, differences, local_versions
 from deployments.worker import recorded_versions
 from planners.errors import UserError
-from tasks.discovery import discover_machine
+from tasks.discovery import CONTROL, discover_machine
 
 if TYPE_CHECKING:
     from prefect.client.orchestration import PrefectClient
 
-CONTROL = "control"
 DEFAULT_QUEUE = "default"
 FILE = Path(__file__).parent / "prefect.yaml"
 SERVER_DEADLINE_S = 240.0

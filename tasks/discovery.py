@@ -11,6 +11,8 @@ import psutil
 from planners.cluster import Device, Machine
 from planners.errors import UserError
 
+CONTROL = "control"
+"""The work pool of flows that decide; device types name pools too, so none may be called like it."""
 QUERY_DEADLINE_S = 30.0
 _TYPE = re.compile(r"[a-z0-9][a-z0-9-]*")
 
@@ -53,7 +55,7 @@ def parse_device_labels(text: str, cores: list[int]) -> dict[int, str]:
     """Device type by core number from `fast=0;slow=1,2`.
 
     Raises:
-        UserError: it is not of that form, or a core is named twice or is not among `cores`.
+        UserError: it is not of that form, a type is called `control`, or a core is named twice or is not among `cores`.
     """
     types: dict[int, str] = {}
     for part in filter(None, (part.strip() for part in text.split(";"))):
@@ -62,6 +64,11 @@ def parse_device_labels(text: str, cores: list[int]) -> dict[int, str]:
         if not _TYPE.fullmatch(device_type) or not all(number.isdecimal() for number in numbers):
             raise UserError(
                 f"HEXFLOW_DEVICES has '{part}', which is not of the form type=core,core as in fast=0;slow=1."
+            )
+        if device_type == CONTROL:
+            raise UserError(
+                f"HEXFLOW_DEVICES has '{part}', but {CONTROL} is the pool of flows that decide: give the type another "
+                "name."
             )
         for core in map(int, numbers):
             if core not in cores:

@@ -94,6 +94,11 @@ def test_bad_labels(text: str) -> None:
         parse_device_labels(text, [0, 1])
 
 
+def test_no_type_takes_the_name_of_the_control_pool() -> None:
+    with pytest.raises(UserError, match=r"'control=0'.* another name"):
+        parse_device_labels("control=0;slow=1", [0, 1])
+
+
 def test_machine_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HEXFLOW_MACHINE", "Node 7.cluster")
     assert discover_machine().name == "node-7-cluster"
