@@ -13,7 +13,7 @@ from planners.errors import UserError
 from planners.joint import rollout_seconds
 from planners.memory import Memory, serving_memory
 from planners.placement import Placed
-from planners.sync import SyncMode
+from planners.sync import SYNC_RUNS_TODAY, SyncMode
 
 
 class _Part(BaseModel):
@@ -145,7 +145,7 @@ def build_plan(
         mode=mode,
         cluster=topology.name,
         model=problem.model.name,
-        what_if=not placed.training.layout.runs_today or problem.sync_mode != "storage",
+        what_if=not _runs_today(problem, placed),
         throughput_tokens_per_s=throughput,
         step_s=placed.step_s,
         rollout_s=rollout_s,
@@ -181,6 +181,11 @@ def build_plan(
             response_points=demand.response.points,
         ),
     )
+
+
+def _runs_today(problem: Problem, placed: Placed) -> bool:
+    replicas = all(column.runs_today for column, _, _ in placed.replicas)
+    return placed.training.layout.runs_today and replicas and problem.sync_mode in SYNC_RUNS_TODAY
 
 
 def _training(problem: Problem, placed: Placed) -> TrainingPlan:

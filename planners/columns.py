@@ -68,6 +68,11 @@ class RolloutColumn:
     latency_s: float
 
     @property
+    def runs_today(self) -> bool:
+        """Whether the engine can run it: one device a replica."""
+        return self.tensor == 1
+
+    @property
     def name(self) -> str:
         """Such as `h20 tp2 c64`."""
         return f"{self.device_type} tp{self.tensor} c{self.concurrency}"
@@ -132,7 +137,7 @@ def rollout_columns(problem: Problem) -> list[RolloutColumn]:
     serving = problem.serving
     for name, device in sorted(problem.topology.types.items()):
         largest = max(n.devices for n in problem.topology.nodes if n.type_name == name)
-        for ranks in serving.tensor_ranks(device, largest):
+        for ranks in serving.tensor_ranks(device, largest) if problem.what_if else [1]:
             for c in serving.concurrencies(device, ranks):
                 rate, latency = serving.tokens_per_s(device, ranks, c), serving.latency_s(device, ranks, c)
                 columns.append(RolloutColumn(name, ranks, c, rate, latency))

@@ -46,7 +46,7 @@ def plan_exhaustively(problem: Problem) -> Placed:
             f"Mode exhaustive tries every assignment and stops at {MOST_DEVICES} devices, but cluster {topology.name} "
             f"has {topology.devices}: use mode joint."
         )
-    engines = {n.name: engines_of(problem.serving, problem.demand, n) for n in topology.nodes}
+    engines = {n.name: engines_of(problem.serving, problem.demand, n, problem.what_if) for n in topology.nodes}
     best: Placed | None = None
     for trainer in trainers(problem.training, topology, problem.model, problem.demand, problem.what_if):
         for choice in generations(topology, engines, trainer, problem.demand):
@@ -89,10 +89,10 @@ def _placed(
     return Placed(trained, stages, tuple(replicas), trainer.seconds, rate, latency_s, sync, step_s)
 
 
-def engines_of(serving: ServingCost, demand: Demand, node: Node) -> list[Engine]:
+def engines_of(serving: ServingCost, demand: Demand, node: Node, what_if: bool) -> list[Engine]:
     """Every replica that fits on this machine's kind of device."""
     found: list[Engine] = []
-    for devices in (1, 2, 4, 8):
+    for devices in (1, 2, 4, 8) if what_if else (1,):
         if devices > node.devices or serving.model.heads % devices:
             continue
         most = min(serving.most_answers(node.device, devices), max(1, demand.max_staleness) * demand.answers_per_step)

@@ -134,6 +134,7 @@ def test_only_what_runs_is_planned_unless_asked() -> None:
     (stage,) = plan.training.stages
     assert stage.tensor == 1
     assert len(stage.devices) == 1
+    assert all(len(replica.devices) == 1 for replica in plan.replicas)
     with pytest.raises(UserError, match="--what-if"):
         make_plan(HEX, SEVEN, PAPER, sync_mode="tree")
 
