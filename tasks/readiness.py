@@ -26,10 +26,7 @@ def make_ready(experiment: Experiment, settings: Settings) -> Path:
         device_types=experiment.cluster.device_types,
     )
     model_path = prepare_model(experiment.model, settings)
-    prompts = PromptSource(experiment, load_tokenizer(model_path))
-    first = (prompts.item(index) for index in range(experiment.workload.prompts_per_step))
-    for item in [*prompts.heldout(), *first]:
-        prompts.encode(item)
+    _check_prompts(experiment, model_path)
     return model_path
 
 
@@ -47,3 +44,11 @@ def profile_machine(
         for device_type in machine.count_by_type()
         if allowed is None or device_type in allowed
     }
+
+
+def _check_prompts(experiment: Experiment, model_path: Path) -> None:
+    """Encode what can be known: the held-out questions, and those of the first step or of the whole file."""
+    prompts = PromptSource(experiment, load_tokenizer(model_path))
+    indices = range(prompts.epoch or experiment.workload.prompts_per_step)
+    for item in [*prompts.heldout(), *map(prompts.item, indices)]:
+        prompts.encode(item)

@@ -27,6 +27,8 @@ COLLISION_STRIDE = 100_003
 MAX_COLLISIONS = 1_000
 TOY_CHARACTERS = "abc"
 TOY_NUMBERS = 100
+LINE = "line"
+"""Key in the metadata of a question from a file: the number of its line, from 1."""
 _EXAMPLE_ROW = '{"question": "2 + 2 =", "answer": "4"}'
 
 
@@ -73,6 +75,11 @@ class Tokenizer(Protocol):
 class PromptSource:
     """The experiment's questions and prompts.
 
+    Attributes:
+        stop_token_ids: the one token that ends an answer.
+        epoch: number of training questions in a file, each of which is among this many successive indices; None for
+            questions that are generated.
+
     Raises:
         UserError: the data cannot serve the experiment, or `prompt.stop` is not one token.
     """
@@ -82,7 +89,7 @@ class PromptSource:
         self._max_prompt_tokens = experiment.workload.max_prompt_tokens
         self._tokenizer = tokenizer
         self.stop_token_ids = (self._stop_token_id(),)
-        self._heldout, self._draw = _open_data(experiment)
+        self._heldout, self._draw, self.epoch = _open_data(experiment)
 
     def item(self, prompt_index: int) -> Item:
         """The training question at this index (from 0, endless)."""
@@ -101,8 +108,9 @@ class PromptSource:
         text = self._prompt.template.replace("{question}", item.question) + self._prompt.prefill
         token_ids = self._tokenizer.encode(text, add_special_tokens=False)
         if len(token_ids) > self._max_prompt_tokens:
+            where = f" in line {item.metadata[LINE]} of data.path" if LINE in item.metadata else ""
             raise UserError(
-                f"The prompt of the question '{_shorten(item.question)}' has {len(token_ids)} tokens, above "
+                f"The prompt of the question '{_shorten(item.question)}'{where} has {len(token_ids)} tokens, above "
                 f"workload.max_prompt_tokens {self._max_prompt_tokens}: raise it (within model.max_context) or "
                 "shorten the questions."
             )
@@ -118,8 +126,8 @@ class PromptSource:
         return token_ids[0]
 
 
-def _open_data(experiment: Experiment) -> tuple[list[Item], Draw]:
-    """The held-out questions and the endless training sequence."""
+def _open_data(experiment: Experiment) -> tuple[list[Item], Draw, int | None]:
+    """The held-out questions, the endless training sequence, and after how many it starts again, if it does."""
     data, seed = experiment.data, experiment.run.seed
     if data.kind == "jsonl":
         return _split_rows(experiment, _read_rows(data))
@@ -132,7 +140,7 @@ def _open_data(experiment: Experiment) -> tuple[list[Item], Draw]:
     kept = frozenset(item.question for item in heldout)
     train_draw = functools.partial(_draw_unless_kept, draw, kept, data)
     train_draw(0)  # fails here, before any work, if nothing is left to train on
-    return heldout, train_draw
+    return heldout, train_draw, None
 
 
 def _first_unique(draw: Draw, data: DataSection) -> list[Item]:
@@ -248,14 +256,14 @@ def _parse_row(path: Path, number: int, line: str) -> Item:
         raise UserError(
             f"Line {number} of {path} lacks a text for `question` or `answer`: it must look like {_EXAMPLE_ROW}."
         )
-    return Item(row["question"], row["answer"], {})
+    return Item(row["question"], row["answer"], {LINE: number})
 
 
 def _is_text(value: object) -> bool:
     return isinstance(value, str) and bool(value.strip())
 
 
-def _split_rows(experiment: Experiment, rows: list[Item]) -> tuple[list[Item], Draw]:
+def _split_rows(experiment: Experiment, rows: list[Item]) -> tuple[list[Item], Draw, int]:
     data, prompts_per_step = experiment.data, experiment.workload.prompts_per_step
     unique = list({row.question: row for row in rows}.values())
     chosen = random.Random(data.heldout_seed).sample(unique, min(data.heldout_size, len(unique)))
@@ -272,7 +280,7 @@ def _split_rows(experiment: Experiment, rows: list[Item]) -> tuple[list[Item], D
         epoch, place = divmod(index, len(train))
         return train[_epoch_order(len(train), experiment.run.seed, epoch)[place]]
 
-    return chosen, draw
+    return chosen, draw, len(train)
 
 
 @functools.lru_cache(maxsize=4)
