@@ -3,7 +3,8 @@
 import logging
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, cast
 from uuid import UUID
 
@@ -29,6 +30,16 @@ _PROGRESS_EVERY_S = 15.0
 _log = logging.getLogger(__name__)
 
 
+@contextmanager
+def _shown(what: str) -> Iterator[None]:
+    """A server that cannot take what is to be shown does not stop the run."""
+    try:
+        yield
+    except (httpx.HTTPError, PrefectException):
+        _log.warning("the Prefect server did not take %s", what, exc_info=True)
+
+
+@_shown("the name of the run")
 def name_flow_run(run: RunContext) -> None:
     """Give the flow run the run's id as its name, and the experiment's tags."""
     tags = ["hexflow", *(f"{key}:{value}" for key, value in sorted(run.experiment.tracking.tags.items()))]
@@ -36,6 +47,7 @@ def name_flow_run(run: RunContext) -> None:
         client.update_flow_run(UUID(runtime.flow_run.id), name=run.run_id, tags=tags)
 
 
+@_shown("the link to MLflow")
 def show_tracking(tracker: Tracker) -> None:
     """Link to the MLflow run, where there is one with a page."""
     uri = os.environ.get("MLFLOW_TRACKING_URI", "")
@@ -48,6 +60,7 @@ def show_tracking(tracker: Tracker) -> None:
         )
 
 
+@_shown("the profiles")
 def show_profiles(profiles: Mapping[str, DeviceProfile]) -> None:
     """Table of the measured rates."""
     rows = [
@@ -67,6 +80,7 @@ def show_profiles(profiles: Mapping[str, DeviceProfile]) -> None:
     create_table_artifact(rows, key="profiles", description="Measured on one device of each type.")
 
 
+@_shown("the plan")
 def show_plan(plan: Plan) -> None:
     """The plan's placements, the splits that were considered, and why this one."""
     create_table_artifact(
@@ -91,6 +105,7 @@ def show_plan(plan: Plan) -> None:
     create_markdown_artifact(plan.explanation, key="plan-explanation", description="Why this split.")
 
 
+@_shown("the summary")
 def show_summary(summary: Mapping[str, Any]) -> None:
     """The run's result as a table."""
     rows = [{"figure": key, "value": str(value)} for key, value in summary.items()]
@@ -123,12 +138,10 @@ class ProgressArtifact:
             return
         self._updated = time.monotonic()
         percent = 100.0 * progress.step / progress.steps
-        try:
+        with _shown("the progress"):
             if self._artifact_id is None:
                 description = f"Training steps of {self._run_id}."
                 created = create_progress_artifact(percent, key="progress", description=description)
                 self._artifact_id = cast(UUID, created)  # outside an event loop it is no coroutine
             else:
                 update_progress_artifact(self._artifact_id, percent)
-        except (httpx.HTTPError, PrefectException):
-            _log.warning("the Prefect server did not take the progress", exc_info=True)

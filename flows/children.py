@@ -1,5 +1,6 @@
 """What the flows that run a process share: it is on its own devices, and ends with its flow."""
 
+import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,22 +24,30 @@ def on_devices(placement: Placement, holder: str) -> Iterator[None]:
         yield
 
 
-def run_until_it_ends(argv: list[str], placement: Placement, log: Path) -> None:
+def run_until_it_ends(argv: list[str], placement: Placement, log: Path, deadline_s: float = math.inf) -> None:
     """Run `argv` on the devices of `placement` and wait; whatever ends this flow ends the whole process group.
 
-    There is no deadline here on purpose: the supervisor watches the actor's heartbeat and cancels this flow.
+    Args:
+        argv: command to run.
+        placement: its devices.
+        log: file for its output.
+        deadline_s: longest time it may take. An actor has none: the supervisor watches its heartbeat and cancels its
+            flow.
 
     Raises:
-        RuntimeError: the process failed; the message has the end of its log.
+        RuntimeError: the process failed or took too long; the message has the end of its log.
     """
+    give_up = time.monotonic() + deadline_s
     process = ProcessGroup.start(argv, device_environment(placement.kind, placement.devices), log)
     try:
-        while (status := process.poll()) is None:
+        while (status := process.poll()) is None and time.monotonic() < give_up:
             time.sleep(0.5)
     finally:
         process.stop()
     if status != 0:
         raise RuntimeError(
-            f"The {placement.role} process of slot {placement.slot} ended with status {status}; the end of {log}:\n"
+            f"The {placement.role} process of slot {placement.slot} "
+            f"{f'ended with status {status}' if status is not None else f'took over {deadline_s:.0f} s'}; "
+            f"the end of {log}:\n"
             f"{process.tail()}"
         )

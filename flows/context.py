@@ -1,23 +1,29 @@
 """What every part of one run shares, and how a run is opened: new, or resumed from its last checkpoint."""
 
+import os
 import secrets
 import time
 from dataclasses import dataclass
 
 from planners.errors import UserError
+from tasks.discovery import discover_machine
 from tasks.exchange.files import write_json
 from tasks.exchange.layout import RunDirectory
-from tasks.exchange.ledger import Ledger, RunRow
+from tasks.exchange.ledger import Actor, Ledger, RunRow
 from tasks.experiment import Experiment
 from tasks.settings import Settings, load_settings
 from tasks.training.checkpoints import latest_checkpoint
+
+SUPERVISOR_SILENCE_S = 20.0
+"""Silence after which a run's supervisor counts as gone; it beats every 2 s."""
 
 
 @dataclass(frozen=True)
 class RunContext:
     """One run, as the flow that owns it sees it.
 
-    `resume_step` is None for a new run, else the step its trainer continues from.
+    `supervisor` is the flow's own place in the ledger; `resume_step` is None for a new run, else the step its trainer
+    continues from.
     """
 
     run_id: str
@@ -25,6 +31,7 @@ class RunContext:
     directory: RunDirectory
     ledger: Ledger
     settings: Settings
+    supervisor: Actor
     resume_step: int | None
     mlflow_run_id: str | None
 
@@ -32,19 +39,17 @@ class RunContext:
 def open_run(experiment: Experiment, resume: str | None, flow_run_id: str | None) -> RunContext:
     """Create a run, or take up `resume` under the experiment it was started with.
 
-    A flow run that Prefect starts a second time takes up the run it has begun before; actors of the first start that
-    are still alive are fenced.
+    A flow run that Prefect starts a second time takes up the run it has begun before. Actors that are still alive are
+    fenced: they belong to a supervisor that is gone.
 
     Raises:
-        UserError: `resume` names no run, or one that is still running or already complete.
+        UserError: `resume` names no run, or one that is complete or has a supervisor.
     """
     settings = load_settings()
     settings.home.mkdir(parents=True, exist_ok=True)
     ledger = Ledger(settings.ledger_url)
     begun = ledger.find_run(flow_run_id=flow_run_id) if flow_run_id else None
     if begun is not None:
-        for actor in ledger.actors(begun.run_id):
-            ledger.fence(begun.run_id, actor.role, actor.slot)
         return _reopen_run(begun, settings, ledger, flow_run_id)
     if resume is None:
         return _create_run(experiment, settings, ledger, flow_run_id)
@@ -52,6 +57,7 @@ def open_run(experiment: Experiment, resume: str | None, flow_run_id: str | None
     if run is None:
         known = ", ".join(run.run_id for run in ledger.list_runs()[-5:]) or "none"
         raise UserError(f"There is no run {resume} to resume; the latest runs are: {known}.")
+    _require_unsupervised(run, ledger)
     return _reopen_run(run, settings, ledger, flow_run_id)
 
 
@@ -70,7 +76,8 @@ def _create_run(experiment: Experiment, settings: Settings, ledger: Ledger, flow
         flow_run_id=flow_run_id,
     )
     ledger.request_evaluation(run_id, "before", 0)
-    return RunContext(run_id, experiment, directory, ledger, settings, resume_step=None, mlflow_run_id=None)
+    supervisor = _supervise(ledger, run_id)
+    return RunContext(run_id, experiment, directory, ledger, settings, supervisor, None, None)
 
 
 def _reopen_run(run: RunRow, settings: Settings, ledger: Ledger, flow_run_id: str | None) -> RunContext:
@@ -80,14 +87,25 @@ def _reopen_run(run: RunRow, settings: Settings, ledger: Ledger, flow_run_id: st
     if not directory.experiment.exists():
         raise UserError(f"Run {run.run_id} cannot be resumed: its directory {directory.root} is gone.")
     experiment = Experiment.model_validate_json(directory.experiment.read_text())
-    deadline_s = experiment.run.heartbeat_deadline_s
-    if any(
-        actor.state in ("starting", "running") and actor.silent_s < deadline_s for actor in ledger.actors(run.run_id)
-    ):
-        raise UserError(
-            f"Run {run.run_id} is still being worked on: cancel it first, or wait {deadline_s:.0f} s after a crash."
-        )
+    supervisor = _supervise(ledger, run.run_id)
+    for actor in ledger.actors(run.run_id):
+        if actor.role != supervisor.role:
+            ledger.fence(run.run_id, actor.role, actor.slot)
     step = latest_checkpoint(directory) or 0
     ledger.reopen_run(run.run_id, flow_run_id)
-    ledger.resume_from(run.run_id, step)
-    return RunContext(run.run_id, experiment, directory, ledger, settings, step, run.mlflow_run_id)
+    ledger.resume_from(run.run_id, step, supervisor)
+    return RunContext(run.run_id, experiment, directory, ledger, settings, supervisor, step, run.mlflow_run_id)
+
+
+def _supervise(ledger: Ledger, run_id: str) -> Actor:
+    return ledger.register(run_id, "supervisor", 0, os.getpid(), discover_machine().name)
+
+
+def _require_unsupervised(run: RunRow, ledger: Ledger) -> None:
+    for actor in ledger.actors(run.run_id):
+        alive = actor.state in ("starting", "running") and actor.silent_s < SUPERVISOR_SILENCE_S
+        if actor.role == "supervisor" and alive:
+            raise UserError(
+                f"Run {run.run_id} is being worked on, last heard of {actor.silent_s:.0f} s ago: cancel its flow run "
+                f"first, or, if that crashed, try again in {SUPERVISOR_SILENCE_S:.0f} s."
+            )

@@ -17,6 +17,7 @@ from planners.errors import UserError
 from planners.plan import Placement
 from tasks.exchange.layout import RunDirectory
 from tasks.exchange.ledger import Ledger
+from tasks.exchange.weights import verify_weights
 from tasks.experiment import Experiment
 from tasks.settings import load_settings
 
@@ -41,7 +42,8 @@ def evaluate(experiment: Experiment = Experiment(), run: str | None = None) -> d
         argv += ["--model-path", model_path, "--weights-path", str(weights_path)]
         argv += ["--kind", placement.kind, "--out", str(out)]
         with on_devices(placement, "an evaluation"):
-            run_until_it_ends(argv, placement, settings.logs / "evaluate.log")
+            deadline_s = experiment.run.start_deadline_s + experiment.run.step_deadline_s
+            run_until_it_ends(argv, placement, settings.logs / "evaluate.log", deadline_s)
         rewards = json.loads(out.read_text())
     result = {
         "weights": run or experiment.model.source,
@@ -70,11 +72,13 @@ def newest_weights(ledger: Ledger, run_id: str) -> Path:
 
     Raises:
         UserError: the run published none, or they are gone.
+        WeightsCorrupt: they are not what was published.
     """
     latest = ledger.latest_version(run_id)
     path = None if latest is None else RunDirectory(load_settings().runs / run_id).weights_path(*latest)
     if path is None or not path.exists():
         raise UserError(f"Run {run_id} has no weights to evaluate: it published none, or they were deleted.")
+    verify_weights(path)
     return path
 
 

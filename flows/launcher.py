@@ -17,6 +17,8 @@ from flows.supervisor import RunFailed
 from planners.plan import Placement
 
 _WORKER_DEADLINE_S = 60.0
+_SERVER_DEADLINE_S = 600.0
+_RETRY_S = 5.0
 _STATE_MAX_AGE_S = 3.0
 _log = logging.getLogger(__name__)
 
@@ -32,12 +34,26 @@ class PrefectLauncher:
         self._ended: dict[str, tuple[float, bool]] = {}
 
     def start(self, placement: Placement, resume_step: int | None) -> str:
-        """Start the placement's flow; see `Launcher.start`.
+        """Start the placement's flow; see `Launcher.start`. While the server is away this waits for it.
 
         Raises:
-            RunFailed: no worker polls the pool.
+            RunFailed: no worker polls the pool, or the server did not come back.
         """
-        self._wait_for_worker(placement.device_type)
+        give_up = time.monotonic() + _SERVER_DEADLINE_S
+        while True:
+            try:
+                self._wait_for_worker(placement.device_type)
+                return self._start(placement, resume_step)
+            except (httpx.HTTPError, PrefectException) as error:
+                if time.monotonic() > give_up:
+                    raise RunFailed(
+                        f"The Prefect server did not start {placement.role} {placement.slot} within "
+                        f"{_SERVER_DEADLINE_S:.0f} s: {error}"
+                    ) from None
+                _log.warning("the Prefect server is away: %s", error)
+            time.sleep(_RETRY_S)
+
+    def _start(self, placement: Placement, resume_step: int | None) -> str:
         parameters: dict[str, object] = {
             "run_id": self._run_id,
             "model_path": self._model_path,
@@ -61,7 +77,7 @@ class PrefectLauncher:
         if self.has_ended(flow_run_id):
             return
         try:
-            self._client.set_flow_run_state(UUID(flow_run_id), Cancelling(), force=True)
+            self._client.set_flow_run_state(UUID(flow_run_id), Cancelling())
         except (httpx.HTTPError, PrefectException):
             _log.warning("flow run %s could not be cancelled now", flow_run_id, exc_info=True)
 

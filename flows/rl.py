@@ -21,11 +21,12 @@ from tasks.exchange.heartbeat import Heartbeat
 from tasks.experiment import Experiment
 from tasks.report import write_report
 from tasks.settings import Settings
-from tasks.tracking import Status, Tracker, end_attempts
+from tasks.tracking import FLUSH_DEADLINE_S, Status, Tracker, end_attempts
 
 _LEAVE_S = (30.0, 60.0)
-_CANCEL_S = (0.0, 15.0)
+_CANCEL_S = (0.0, 12.0)
 """Seconds until the actors of a finished or a cancelled run are cancelled, and until they are killed."""
+_CANCEL_FLUSH_S = 4.0
 
 
 @flow(name="rl", flow_run_name="rl-{experiment.run.name}", log_prints=True)
@@ -56,7 +57,7 @@ def rl(experiment: Experiment = Experiment(), resume: str | None = None) -> dict
 
 @contextmanager
 def owned(run: RunContext) -> Iterator[Tracker]:
-    """The run's MLflow parent run; on a failure or a cancellation, ledger and MLflow both learn of it."""
+    """Beat as the run's supervisor and track it in MLflow; ledger and MLflow both learn how it ended."""
     tracking_uri = os.environ.get("MLFLOW_TRACKING_URI")
     tracker = Tracker.parent(
         tracking_uri,
@@ -68,21 +69,32 @@ def owned(run: RunContext) -> Iterator[Tracker]:
     )
     if tracker.run_id:
         run.ledger.set_mlflow_run(run.run_id, tracker.run_id)
+    heartbeat = Heartbeat(run.ledger, run.supervisor, leaves_with_run=False).start()
+    heartbeat.report("running")
     status: Status = "FAILED"
     try:
         yield tracker
         status = "FINISHED"
     except TerminationSignal:
-        run.ledger.set_run_state(run.run_id, "cancelled")
+        close_run(run, "cancelled")
         status = "KILLED"
         raise
     except BaseException:
-        run.ledger.set_run_state(run.run_id, "failed")
+        close_run(run, "failed")
         raise
     finally:
         # Attempts that were killed could not say so themselves.
         end_attempts(tracking_uri, tracker.run_id, "KILLED", {})
-        tracker.finish(status)
+        tracker.finish(status, flush_s=_CANCEL_FLUSH_S if status == "KILLED" else FLUSH_DEADLINE_S)
+        heartbeat.stop()
+        run.ledger.finish(run.supervisor, "done")
+
+
+def close_run(run: RunContext, state: str) -> None:
+    """Say how the run ended; the first word counts, since a page that cannot be shown does not undo a run."""
+    row = run.ledger.find_run(run_id=run.run_id)
+    if row is not None and row.state == "running":
+        run.ledger.set_run_state(run.run_id, state)
 
 
 def record_plan(run: RunContext, plan: Plan, tracker: Tracker) -> None:
@@ -110,12 +122,9 @@ def require_free(plan: Plan, settings: Settings) -> None:
 def train_and_roll_out(run: RunContext, plan: Plan, model_path: str, tracker: Tracker) -> None:
     """Run the plan's actors until the last step is trained and evaluated; none is left on any way out."""
     environment = {**run.settings.environment(), "HEXFLOW_MLFLOW_RUN": tracker.run_id or ""}
-    actor = run.ledger.register(run.run_id, "supervisor", 0, os.getpid(), plan.training.machine)
-    heartbeat = Heartbeat(run.ledger, actor, leaves_with_run=False).start()
-    heartbeat.report("running")
     with get_client(sync_client=True) as client:
         launcher = PrefectLauncher(client, run.run_id, model_path, environment)
-        supervisor = Supervisor(run, actor, plan, launcher, ProgressArtifact(run.run_id))
+        supervisor = Supervisor(run, plan, launcher, ProgressArtifact(run.run_id))
         state = "failed"
         try:
             supervisor.run()
@@ -124,17 +133,19 @@ def train_and_roll_out(run: RunContext, plan: Plan, model_path: str, tracker: Tr
             state = "cancelled"
             raise
         finally:
-            run.ledger.set_run_state(run.run_id, state)
+            close_run(run, state)
             # Prefect kills a cancelled flow 30 s after telling it.
             supervisor.end_children(*(_CANCEL_S if state == "cancelled" else _LEAVE_S))
-            heartbeat.stop()
-            run.ledger.finish(actor, "done")
 
 
 def report(run: RunContext, plan: Plan, tracker: Tracker) -> dict[str, Any]:
     """Write the run's summary and curves, and show them."""
     summary = write_report(run.directory, run.ledger, run.run_id, plan)
-    tracker.log({"plan/measured_step_s": summary["step_s_measured"] or float("nan")}, step=0)
+    figures = {name: float(value) for name, value in summary.items() if isinstance(value, int | float)}
+    # On the parent, so that MLflow's compare page shows the results of whole runs beside each other.
+    tracker.log({f"result/{name}": value for name, value in figures.items()}, step=run.experiment.run.steps)
+    if summary["step_s_measured"] is not None:
+        tracker.log({"plan/measured_step_s": summary["step_s_measured"]}, step=0)
     tracker.log_artifact(run.directory.summary)
     tracker.log_artifact(run.directory.curves)
     show_summary(summary)

@@ -9,9 +9,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import psutil
+
 from flows.context import RunContext
 from planners.plan import Placement, Plan
-from tasks.exchange.ledger import Actor, ActorRow, Progress
+from tasks.exchange.ledger import ActorRow, Progress
 from tasks.processes import end_sessions
 from tasks.training.checkpoints import latest_checkpoint
 
@@ -55,13 +57,11 @@ class Supervisor:
     def __init__(
         self,
         run: RunContext,
-        actor: Actor,
         plan: Plan,
         launcher: Launcher,
         on_progress: Callable[[Progress], None],
     ) -> None:
         self._run = run
-        self._actor = actor
         self._plan = plan
         self._launcher = launcher
         self._on_progress = on_progress
@@ -110,7 +110,8 @@ class Supervisor:
         here = self._plan.training.machine
         away = [child.placement for child in children if child.placement.machine != here]
         active = [actor for actor in self._actors().values() if actor.state in ("starting", "running")]
-        end_sessions([actor.pid for actor in active if actor.machine == here and actor.role != "supervisor"], 1.0)
+        own = [actor for actor in active if actor.machine == here and actor.role != "supervisor"]
+        end_sessions([actor.pid for actor in own if _is_same_process(actor)], 1.0)
         if away:
             named = ", ".join(f"{placement.role} {placement.slot} on {placement.machine}" for placement in away)
             raise RunFailed(f"{named} did not end: stop the worker there with `hexflow down`.")
@@ -179,7 +180,7 @@ class Supervisor:
         if actor.state in ("failed", "fenced"):
             return actor.message or actor.state
         if actor.state == "done":
-            return None
+            return None if child.placement.role == "train" else "it left before the run was over"
         if actor.silent_s > self._settings.heartbeat_deadline_s:
             return f"it was silent for {actor.silent_s:.0f} s (run.heartbeat_deadline_s)"
         if actor.state == "starting" and age_s > self._settings.start_deadline_s:
@@ -203,5 +204,13 @@ class Supervisor:
         resume_step = None
         if role == "trainer":
             resume_step = latest_checkpoint(self._run.directory) or 0
-            self._run.ledger.resume_from(self._run.run_id, resume_step, self._actor)
+            self._run.ledger.resume_from(self._run.run_id, resume_step, self._run.supervisor)
         self._start(child.placement, resume_step)
+
+
+def _is_same_process(actor: ActorRow) -> bool:
+    """Whether the actor's pid was its own when it was last heard: a recycled pid belongs to a younger process."""
+    try:
+        return psutil.Process(actor.pid).create_time() < time.time() - actor.silent_s
+    except psutil.NoSuchProcess:
+        return False

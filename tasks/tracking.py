@@ -24,7 +24,7 @@ Status = Literal["FINISHED", "FAILED", "KILLED"]
 QUEUE_POINTS = 20_000
 """Points kept while MLflow is away: hours of a run's metrics, a few MB."""
 FLUSH_DEADLINE_S = 20.0
-"""Longest time `finish` spends on what is still in the queue."""
+"""How long `finish` spends on what is still in the queue, unless told otherwise."""
 OPEN_DEADLINE_S = 60.0
 """Longest time `Tracker.parent` waits for the first attempt to create the run (importing MLflow takes seconds)."""
 
@@ -176,16 +176,16 @@ class Tracker:
         """Store a file with the run; it must stay as it is until it is sent."""
         self._add_job(lambda run: run.send_artifact(path))
 
-    def finish(self, status: Status) -> None:
-        """Send what is left, for at most `FLUSH_DEADLINE_S`, and end the run with `status`. Safe to repeat."""
+    def finish(self, status: Status, flush_s: float = FLUSH_DEADLINE_S) -> None:
+        """Send what is left, for at most `flush_s` seconds, and end the run with `status`. Safe to repeat."""
         if self._open_run is None or self._closing.is_set():
             return
         self._status = status
-        self._give_up = time.monotonic() + FLUSH_DEADLINE_S
+        self._give_up = time.monotonic() + flush_s
         self._closing.set()
         with self._news:
             self._news.notify()
-        self._thread.join(FLUSH_DEADLINE_S)
+        self._thread.join(flush_s)
         lost = self._dropped + len(self._points) + len(self._jobs)
         if lost:
             logger.warning("%d points or artifacts did not reach MLflow", lost)

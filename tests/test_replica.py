@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from planners.errors import UserError
 from tasks.exchange.layout import RunDirectory
 from tasks.exchange.ledger import Actor, Ledger
 from tasks.exchange.trajectories import Outcome, Segment, load_group
@@ -179,6 +180,41 @@ def test_answers_of_an_abandoned_lineage_are_dropped(ledger: Ledger, experiment:
         await running
 
     asyncio.run(scenario())
+
+
+def test_a_prompt_that_does_not_fit_is_dropped_and_quarantined(
+    ledger: Ledger, experiment: Experiment, tmp_path: Path
+) -> None:
+    class LongPrompt(FakeText):
+        def encode(self, item: Item) -> list[int]:
+            if item.question == "1":
+                raise UserError("too long")
+            return [1, 2]
+
+    async def scenario() -> None:
+        replica = make_replica(ledger, experiment, tmp_path, FakeEngine(), LongPrompt())
+        running = asyncio.create_task(replica.run())
+        await until(lambda: in_state(ledger, "scored") == 4, "four groups of other prompts")
+        replica.leave()
+        await running
+        assert ledger.progress(RUN).dropped == {"prompt_too_long": 2}
+        assert ledger.progress(RUN).quarantined_prompts == 1
+
+    asyncio.run(scenario())
+
+
+def test_an_error_while_answering_ends_the_replica_and_is_named(
+    ledger: Ledger, experiment: Experiment, tmp_path: Path
+) -> None:
+    class BrokenEngine(FakeEngine):
+        async def generate(self, request_id: str, prompt_ids: Sequence[int], sampling: Sampling) -> Answer:
+            raise ValueError("the engine is gone")
+
+    async def scenario() -> None:
+        await make_replica(ledger, experiment, tmp_path, BrokenEngine(), FakeText()).run()
+
+    with pytest.raises(ValueError, match="the engine is gone"):
+        asyncio.run(scenario())
 
 
 def test_it_evaluates_when_asked(ledger: Ledger, experiment: Experiment, tmp_path: Path) -> None:

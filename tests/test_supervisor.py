@@ -82,11 +82,8 @@ def make(tmp_path: Path, **run: object) -> tuple[RunContext, FakeLauncher]:
     ledger.request_evaluation(RUN, "before", 0)
     directory = RunDirectory(tmp_path)
     directory.create()
-    return RunContext(RUN, experiment, directory, ledger, settings, None, None), FakeLauncher(ledger)
-
-
-def supervise(run: RunContext) -> Actor:
-    return run.ledger.register(RUN, "supervisor", 0, pid=1, machine="here")
+    actor = ledger.register(RUN, "supervisor", 0, pid=1, machine="here")
+    return RunContext(RUN, experiment, directory, ledger, settings, actor, None, None), FakeLauncher(ledger)
 
 
 def finish_run(launcher: FakeLauncher) -> None:
@@ -118,7 +115,7 @@ def test_a_run_ends_when_trained_and_evaluated(tmp_path: Path) -> None:
         seen.append(1)
         finish_run(launcher)
 
-    Supervisor(run, supervise(run), PLAN, launcher, on_progress).run()
+    Supervisor(run, PLAN, launcher, on_progress).run()
     assert [role for role, _ in launcher.started] == ["train", "rollout"]
     assert seen
 
@@ -135,7 +132,7 @@ def test_a_dead_replica_is_started_again(tmp_path: Path) -> None:
         if looks >= 3:
             finish_run(launcher)
 
-    Supervisor(run, supervise(run), PLAN, launcher, on_progress).run()
+    Supervisor(run, PLAN, launcher, on_progress).run()
     assert launcher.started == [("train", None), ("rollout", None), ("rollout", None)]
 
 
@@ -152,12 +149,28 @@ def test_a_dead_trainer_goes_on_from_its_checkpoint_in_a_new_lineage(tmp_path: P
     run.ledger.resume_from(RUN, 0)
     before = run.ledger.find_run(run_id=RUN)
     with pytest.raises(RunFailed, match="No step"):
-        Supervisor(run, supervise(run), PLAN, launcher, on_progress).run()
+        Supervisor(run, PLAN, launcher, on_progress).run()
     after = run.ledger.find_run(run_id=RUN)
     assert launcher.started[-1] == ("train", 0)
     assert before is not None
     assert after is not None
     assert after.lineage == before.lineage + 1
+
+
+def test_a_replica_that_left_before_the_end_is_started_again(tmp_path: Path) -> None:
+    run, launcher = make(tmp_path)
+    looks = 0
+
+    def on_progress(progress: object) -> None:
+        nonlocal looks
+        looks += 1
+        if looks == 1:
+            launcher.ledger.finish(launcher.actors["rollout-2"], "done")
+        if looks >= 3:
+            finish_run(launcher)
+
+    Supervisor(run, PLAN, launcher, on_progress).run()
+    assert [role for role, _ in launcher.started] == ["train", "rollout", "rollout"]
 
 
 def test_the_restart_budget_ends(tmp_path: Path) -> None:
@@ -167,7 +180,7 @@ def test_the_restart_budget_ends(tmp_path: Path) -> None:
         launcher.ended.add(f"rollout-{len(launcher.started)}")
 
     with pytest.raises(RunFailed, match=r"budget run\.restarts is spent"):
-        Supervisor(run, supervise(run), PLAN, launcher, on_progress).run()
+        Supervisor(run, PLAN, launcher, on_progress).run()
 
 
 def test_what_never_worked_is_not_tried_again(tmp_path: Path) -> None:
@@ -178,7 +191,7 @@ def test_what_never_worked_is_not_tried_again(tmp_path: Path) -> None:
         launcher.ledger.finish(launcher.actors["rollout-2"], "failed", "not enough memory: 2 GiB short")
 
     with pytest.raises(RunFailed, match="could not start: not enough memory"):
-        Supervisor(run, supervise(run), PLAN, launcher, on_progress).run()
+        Supervisor(run, PLAN, launcher, on_progress).run()
     assert len(launcher.started) == 2
 
 
@@ -190,18 +203,18 @@ def test_a_flow_run_that_ends_before_joining_is_noticed(tmp_path: Path) -> None:
         launcher.ended.add("train-1")
 
     with pytest.raises(RunFailed, match="ended before it joined"):
-        Supervisor(run, supervise(run), PLAN, launcher, on_progress).run()
+        Supervisor(run, PLAN, launcher, on_progress).run()
 
 
 def test_a_stall_names_the_actors(tmp_path: Path) -> None:
     run, launcher = make(tmp_path, step_deadline_s=0.1, start_deadline_s=0.1)
     with pytest.raises(RunFailed, match=r"No step was finished.*replica 0 running.*trainer 0 running"):
-        Supervisor(run, supervise(run), PLAN, launcher, lambda progress: None).run()
+        Supervisor(run, PLAN, launcher, lambda progress: None).run()
 
 
 def test_children_that_do_not_leave_are_cancelled(tmp_path: Path) -> None:
     run, launcher = make(tmp_path)
-    supervisor = Supervisor(run, supervise(run), PLAN, launcher, lambda progress: finish_run(launcher))
+    supervisor = Supervisor(run, PLAN, launcher, lambda progress: finish_run(launcher))
     supervisor.run()
     supervisor.end_children(patience_s=0.1, deadline_s=5.0)
     assert launcher.cancelled == ["train-1", "rollout-2"]

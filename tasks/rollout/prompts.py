@@ -236,7 +236,10 @@ def open_generator(data: DataSection, seed: int) -> Any:
 
 
 def _read_rows(data: DataSection) -> list[Item]:
-    path = Path(str(data.path)).expanduser().resolve()
+    named = Path(str(data.path)).expanduser()
+    path = named.resolve()
+    if not named.is_absolute() and not path.exists():  # from a file or the command line it comes absolute
+        raise UserError(f"data.path {data.path} is relative and there is no {path} here: give the absolute path.")
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:

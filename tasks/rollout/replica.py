@@ -11,6 +11,7 @@ import time
 from dataclasses import dataclass, field
 from statistics import fmean
 
+from planners.errors import UserError
 from tasks.exchange.layout import RunDirectory
 from tasks.exchange.ledger import Actor, Lease, Ledger
 from tasks.exchange.trajectories import Group, Trajectory, save_group
@@ -72,6 +73,14 @@ class Replica:
 
     async def run(self) -> None:
         """Serve until `leave`."""
+        try:
+            await self._serve()
+        except ExceptionGroup as group:
+            # The first error is the cause; the others came of ending the rest.
+            raise group.exceptions[0] from None
+        self._flush_activity()
+
+    async def _serve(self) -> None:
         async with asyncio.TaskGroup() as tasks:
             background = [tasks.create_task(self._follow_versions()), tasks.create_task(self._report_activity())]
             groups: set[asyncio.Task[None]] = set()
@@ -91,7 +100,6 @@ class Replica:
                 await asyncio.wait(groups)
             for task in background:
                 task.cancel()
-        self._flush_activity()
 
     # Leasing and answering
 
@@ -109,11 +117,16 @@ class Replica:
 
     async def _answer(self, lease: Lease) -> None:
         item = self._p.prompts.item(lease.prompt_index)
-        prompt_ids = self._p.prompts.encode(item)
-        trajectories = await self._p.answerer.answer_group(
-            _name(lease.group_id), item, prompt_ids, self._workload.group_size
-        )
-        await asyncio.to_thread(self._hand_over, lease, tuple(prompt_ids), trajectories)
+        try:
+            prompt_ids = self._p.prompts.encode(item)
+        except UserError as error:
+            _log.warning("%s", error)
+            await asyncio.to_thread(self._p.ledger.drop_group, self._p.actor, lease.group_id, "prompt_too_long")
+        else:
+            trajectories = await self._p.answerer.answer_group(
+                _name(lease.group_id), item, prompt_ids, self._workload.group_size
+            )
+            await asyncio.to_thread(self._hand_over, lease, tuple(prompt_ids), trajectories)
         del self._in_flight[lease.group_id]
         if not self._in_flight:
             self._mark_idle()

@@ -224,6 +224,7 @@ def _set_environment(cache_dir: Path, kind: str) -> None:
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_DO_NOT_TRACK": "1",
         "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_LOGGING_STREAM": "ext://sys.stderr",
         "VLLM_HOST_IP": "127.0.0.1",
         "VLLM_CACHE_ROOT": str(cache_dir / "vllm"),
         "TORCHINDUCTOR_CACHE_DIR": str(cache_dir / "inductor"),

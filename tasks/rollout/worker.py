@@ -106,13 +106,17 @@ async def first_weights(
 ) -> tuple[int, int, Path]:
     """(lineage, number, directory) to start the engine with.
 
-    A run's first lineage begins with the prepared model, which is version 0 by definition; so generation does not wait
-    for the trainer's start. Later the newest version that can be read is taken.
+    The prepared model is version 0 by definition. A run's first lineage begins with it, so that generation does not
+    wait for the trainer's start; and whoever comes before the first evaluation is done takes it, or nobody could do
+    that evaluation any more. Later the newest version that can be read is taken.
 
     Raises:
         UserError: no version could be read within `run.start_deadline_s`.
     """
     deadline = time.monotonic() + experiment.run.start_deadline_s
+    before = ledger.evaluations(actor.run_id).get("before")
+    if before is not None and before.state == "requested":
+        return 0, 0, model_path
     while time.monotonic() < deadline:
         latest = ledger.latest_version(actor.run_id)
         row = ledger.find_run(run_id=actor.run_id)

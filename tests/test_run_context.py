@@ -1,0 +1,79 @@
+"""Opening a run: new, taken up again by the same flow run, resumed after a crash, refused where somebody is at work."""
+
+from pathlib import Path
+
+import pytest
+
+from flows.context import open_run
+from planners.errors import UserError
+from tasks.exchange.ledger import Fenced, Ledger
+from tasks.experiment import Experiment, parse_experiment
+from tasks.settings import Settings
+
+
+@pytest.fixture
+def experiment() -> Experiment:
+    return parse_experiment({"workload": {"prompts_per_step": 2}, "run": {"steps": 3, "name": "short"}}, "test")
+
+
+def test_a_new_run_is_written_down_before_anything_starts(settings: Settings, experiment: Experiment) -> None:
+    run = open_run(experiment, None, "flow-1")
+    assert run.run_id.startswith("short-")
+    assert Experiment.model_validate_json(run.directory.experiment.read_text()) == experiment
+    assert run.ledger.evaluations(run.run_id)["before"].state == "requested"
+    assert run.resume_step is None
+
+
+def test_a_run_with_a_live_supervisor_is_not_resumed(settings: Settings, experiment: Experiment) -> None:
+    run = open_run(experiment, None, "flow-1")
+    with pytest.raises(UserError, match="is being worked on"):
+        open_run(experiment, run.run_id, "flow-2")
+
+
+def test_a_resume_fences_what_the_dead_attempt_left(settings: Settings, experiment: Experiment) -> None:
+    run = open_run(experiment, None, "flow-1")
+    orphan = run.ledger.register(run.run_id, "replica", 1, pid=1, machine="here")
+    run.ledger.heartbeat(orphan)
+    assert run.ledger.lease_group(orphan, 0) is not None
+    assert run.ledger.claim_evaluation(orphan, 0) is not None
+    run.ledger.finish(run.supervisor, "failed")  # as a crash does after SUPERVISOR_SILENCE_S
+
+    resumed = open_run(experiment, run.run_id, "flow-2")
+    assert resumed.run_id == run.run_id
+    assert resumed.resume_step == 0
+    with pytest.raises(Fenced):
+        run.ledger.heartbeat(orphan)
+    assert run.ledger.progress(run.run_id).groups["leased"] == 0
+    assert run.ledger.evaluations(run.run_id)["before"].state == "requested"
+
+
+def test_the_same_flow_run_takes_its_run_up_again(settings: Settings, experiment: Experiment) -> None:
+    first = open_run(experiment, None, "flow-1")
+    again = open_run(experiment, None, "flow-1")
+    assert again.run_id == first.run_id
+    with pytest.raises(Fenced):
+        first.ledger.heartbeat(first.supervisor)
+
+
+def test_runs_that_cannot_be_resumed(settings: Settings, experiment: Experiment) -> None:
+    with pytest.raises(UserError, match="There is no run absent to resume"):
+        open_run(experiment, "absent", "flow-1")
+    run = open_run(experiment, None, "flow-2")
+    run.ledger.finish(run.supervisor, "done")
+    run.ledger.set_run_state(run.run_id, "completed")
+    with pytest.raises(UserError, match="is complete"):
+        open_run(experiment, run.run_id, "flow-3")
+
+
+def test_a_run_whose_directory_is_gone(settings: Settings, experiment: Experiment) -> None:
+    run = open_run(experiment, None, "flow-1")
+    run.ledger.finish(run.supervisor, "failed")
+    run.directory.experiment.unlink()
+    with pytest.raises(UserError, match="its directory"):
+        open_run(experiment, run.run_id, "flow-2")
+    assert Ledger(settings.ledger_url).find_run(run_id=run.run_id) is not None
+
+
+def test_paths_are_under_the_settings(settings: Settings, experiment: Experiment) -> None:
+    run = open_run(experiment, None, None)
+    assert Path(settings.runs) in run.directory.root.parents
