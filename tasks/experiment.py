@@ -45,7 +45,7 @@ class DataSection(Section):
         default={"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1},
         description="Arguments of the reasoning-gym generator.",
     )
-    path: str | None = Field(default=None, description="JSON Lines file (kind `jsonl`).")
+    path: str | None = Field(default=None, description="JSON Lines file (kind `jsonl`); in the form, an absolute path.")
     heldout_size: int = Field(default=100, ge=1, description="Unique questions kept for evaluation, never trained on.")
     heldout_seed: int = Field(default=10_000_000, description="Seed of the held-out questions; far from training's.")
 

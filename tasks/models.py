@@ -189,6 +189,8 @@ def _find_user_directory(source: str) -> Path:
         return path.resolve()
     near = difflib.get_close_matches(source, SHIPPED_MODELS, n=1, cutoff=0.5)
     hint = f"did you mean '{near[0]}'?" if near else f"shipped models: {', '.join(SHIPPED_MODELS)}"
+    if not near and not path.is_absolute():
+        hint += f"; a directory needs its absolute path: there is none in {Path.cwd()}"
     raise UserError(f"model.source '{source}' is neither a shipped model nor a directory ({hint}).")
 
 

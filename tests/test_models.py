@@ -219,6 +219,8 @@ def test_a_misspelt_source_names_the_nearest(private: Settings) -> None:
         prepare_model(ModelSection(source="tiny-randm"), private)
     with pytest.raises(UserError, match="shipped models: smollm2-135m-instruct"):
         prepare_model(ModelSection(source="/no/such/place"), private)
+    with pytest.raises(UserError, match=r"shipped models: .* a directory needs its absolute path"):
+        prepare_model(ModelSection(source="models/mine"), private)
 
 
 # --- the shipped models ---

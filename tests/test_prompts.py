@@ -143,6 +143,8 @@ def test_a_batch_larger_than_the_data_is_refused(rows: dict[str, Any]) -> None:
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"data\.path .*missing\.jsonl cannot be read"):
         source({"kind": "jsonl", "path": str(tmp_path / "missing.jsonl")})
+    with pytest.raises(UserError, match=r"data\.path missing\.jsonl is relative .* give the absolute path"):
+        source({"kind": "jsonl", "path": "missing.jsonl"})
     (tmp_path / "latin.jsonl").write_bytes(b"\xe9")
     with pytest.raises(UserError, match=r"latin\.jsonl cannot be read as UTF-8"):
         source({"kind": "jsonl", "path": str(tmp_path / "latin.jsonl")})
