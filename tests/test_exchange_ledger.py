@@ -359,6 +359,20 @@ def test_resume_from_the_newest_checkpoint_loses_nothing(ledger: Ledger, trainer
     assert states(ledger) == before
 
 
+def test_a_step_whose_trainer_died_before_reporting_it_is_finished_by_the_resume(
+    ledger: Ledger, trainer: Actor, replica: Actor
+) -> None:
+    for leased in [lease(ledger, replica) for _ in range(B)]:
+        score(ledger, replica, leased)
+    take(ledger, trainer, 0)
+    ledger.record_version(trainer, 1, "path-1")  # the checkpoint of step 1 is on the disk too
+    ledger.resume_from(RUN, 1)
+    assert [(row.step, row.metrics) for row in ledger.steps(RUN)] == [(0, {})]
+    assert ledger.progress(RUN).step == 1
+    ledger.resume_from(RUN, 0)
+    assert ledger.steps(RUN) == []
+
+
 def test_a_leased_group_that_may_have_tokens_of_an_abandoned_version_is_dropped(
     ledger: Ledger, trainer: Actor, replica: Actor
 ) -> None:

@@ -15,7 +15,7 @@ from planners.staleness import choose_groups, may_lease
 from tasks.exchange.database import Database, now_s
 from tasks.exchange.fence import require_active, rows_of, run_of
 from tasks.exchange.ledger_weights import newest_possible_version, usable_version
-from tasks.exchange.rows import Actor, GroupRow, Lease, columns_of
+from tasks.exchange.rows import Actor, GroupRow, Lease, RunRow, columns_of
 from tasks.exchange.schema import evaluations, groups, policy_versions, prompts, runs, steps, weight_claims
 from tasks.exchange.trajectories import Outcome
 
@@ -169,7 +169,8 @@ class Groups(Database):
 
         Versions above `step` are abandoned; groups consumed at `step` or later go back to scored; groups that have, or
         while leased may have, a token of an abandoned version are dropped and leased again. The trainer then publishes
-        version `step` in the new lineage, for the files of the old one may be gone.
+        version `step` in the new lineage, for the files of the old one may be gone. A trainer that died between its
+        checkpoint and `record_step` left its last step unrecorded: the step gets its row here, without metrics.
 
         Args:
             run_id: the run.
@@ -207,6 +208,7 @@ class Groups(Database):
             )
             drop_groups(connection, run_id, _may_have_token_above(step), ABANDONED)
             connection.execute(delete(steps).where(steps.c.run_id == run_id, steps.c.step >= step))
+            _record_last_step(connection, run, step)
             connection.execute(delete(evaluations).where(evaluations.c.run_id == run_id, evaluations.c.version > step))
         return run.lineage + 1
 
@@ -246,6 +248,14 @@ def drop_groups(connection: Connection, run_id: str, condition: ColumnElement[bo
     )
     dropped = {"state": "dropped", "drop_reason": reason, "step": None, "place": None}
     connection.execute(update(groups).where(doomed).values(**dropped))
+
+
+def _record_last_step(connection: Connection, run: RunRow, step: int) -> None:
+    """Give the step before `step`, which a checkpoint proves finished, a row without metrics if it has none."""
+    this = (steps.c.run_id == run.run_id, steps.c.step == step - 1)
+    if step > 0 and connection.scalar(select(steps.c.step).where(*this)) is None:
+        values = {"run_id": run.run_id, "step": step - 1, "lineage": run.lineage, "metrics_json": "{}"}
+        connection.execute(insert(steps).values(**values, end_s=now_s()))
 
 
 def _may_have_token_above(number: int) -> ColumnElement[bool]:

@@ -131,7 +131,10 @@ class SpanRow:
 
 @dataclass(frozen=True, slots=True)
 class StepRow:
-    """A finished training step of the surviving lineage; `end_s` is on the database's clock."""
+    """A finished training step of the surviving lineage; `end_s` is on the database's clock.
+
+    `metrics` is empty for a step whose trainer died before it could report.
+    """
 
     step: int
     end_s: float
