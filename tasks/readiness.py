@@ -1,5 +1,6 @@
 """What is checked and made ready before a run starts, so that bad input costs seconds and leaves nothing behind."""
 
+import asyncio
 from pathlib import Path
 
 from planners.cluster import Machine
@@ -35,15 +36,20 @@ def profile_machine(
 ) -> dict[str, DeviceProfile]:
     """A profile for each device type that the experiment may use, measured now or cached.
 
+    Types are measured beside each other, as they will work beside each other.
+
     Raises:
         UserError: a measurement failed or did not end in time.
     """
     allowed = experiment.cluster.device_types
-    return {
-        device_type: profile_device(experiment, machine, device_type, model_path, settings)
-        for device_type in machine.count_by_type()
-        if allowed is None or device_type in allowed
-    }
+    types = [name for name in machine.count_by_type() if allowed is None or name in allowed]
+
+    async def measure() -> list[DeviceProfile]:
+        return await asyncio.gather(
+            *(profile_device(experiment, machine, name, model_path, settings) for name in types)
+        )
+
+    return dict(zip(types, asyncio.run(measure()), strict=True))
 
 
 def _check_prompts(experiment: Experiment, model_path: Path) -> None:

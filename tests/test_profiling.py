@@ -11,13 +11,14 @@ import torch
 
 from planners.cluster import Device, Machine
 from planners.errors import UserError
+from planners.profile import DeviceProfile
 from planners.workload import Workload
 from tasks.exchange.trajectories import Segment
 from tasks.experiment import Experiment
 from tasks.profiling import profile as profiling
 from tasks.profiling.generation import LONGEST_ANSWER_TOKENS, measure_generation, measured_concurrency
 from tasks.profiling.hardware import gemm_flops_per_s, memory_bytes_per_s
-from tasks.profiling.profile import profile_device, run_part
+from tasks.profiling.profile import RunPart, profile_device, run_part
 from tasks.rollout.engine import Answer, InFlight, Sampling
 from tasks.settings import Settings
 
@@ -37,7 +38,9 @@ class FakePart:
         self.asked: list[tuple[str, int, Any]] = []
         self.answer_tokens = answer_tokens
 
-    def __call__(self, part: str, request: Mapping[str, Any], device: Device, settings: Settings) -> dict[str, Any]:
+    async def __call__(
+        self, part: str, request: Mapping[str, Any], device: Device, settings: Settings
+    ) -> dict[str, Any]:
         self.asked.append((part, device.index, request.get("answer_tokens")))
         if part == "generation":
             return {"tokens_per_s": {"8": 20.0, "64": 39.0}, "answer_tokens": self.answer_tokens, "swap_s": 0.5}
@@ -63,20 +66,26 @@ def model_path(tmp_path: Path) -> Path:
     return path
 
 
+def measure(
+    experiment: Experiment, device_type: str, model_path: Path, settings: Settings, part: RunPart
+) -> DeviceProfile:
+    return asyncio.run(profile_device(experiment, MACHINE, device_type, model_path, settings, part))
+
+
 def test_one_device_is_measured_once(settings: Settings, model_path: Path) -> None:
     part = FakePart()
-    first = profile_device(Experiment(), MACHINE, "slow", model_path, settings, part)
+    first = measure(Experiment(), "slow", model_path, settings, part)
     assert part.asked == [("generation", 2, None), ("training", 2, 3)]
     assert first.generation_tokens_per_s == {8: 20.0, 64: 39.0}
     assert (first.training_tokens_per_s, first.publish_s, first.load_s) == (60.0, 1.5, 0.75)
     assert first.answer_tokens == 2.6
-    assert profile_device(Experiment(), MACHINE, "slow", model_path, settings, part) == first
+    assert measure(Experiment(), "slow", model_path, settings, part) == first
     assert len(part.asked) == 2
 
 
 def test_answers_of_unknown_length_train_at_the_longest(settings: Settings, model_path: Path) -> None:
     part = FakePart(answer_tokens=None)
-    assert profile_device(Experiment(), MACHINE, "fast", model_path, settings, part).answer_tokens is None
+    assert measure(Experiment(), "fast", model_path, settings, part).answer_tokens is None
     assert part.asked == [("generation", 1, None), ("training", 1, 8)]
 
 
@@ -85,7 +94,7 @@ def test_what_a_measurement_depends_on_is_measured_anew(settings: Settings, mode
 
     def measured(experiment: Experiment, device_type: str = "slow") -> bool:
         before = len(part.asked)
-        profile_device(experiment, MACHINE, device_type, model_path, settings, part)
+        measure(experiment, device_type, model_path, settings, part)
         return len(part.asked) > before
 
     base = Experiment()
@@ -102,18 +111,19 @@ def test_what_a_measurement_depends_on_is_measured_anew(settings: Settings, mode
 @pytest.mark.parametrize("content", [b"", b"{", b"{}", b"\xff\xfe", b'{"device_type": "slow"}'])
 def test_a_corrupt_profile_is_measured_again(settings: Settings, model_path: Path, content: bytes) -> None:
     part = FakePart()
-    first = profile_device(Experiment(), MACHINE, "slow", model_path, settings, part)
+    first = measure(Experiment(), "slow", model_path, settings, part)
     (cached,) = (path for path in settings.profiles.glob("slow-*.json") if not path.name.endswith(".key.json"))
     cached.write_bytes(content)
-    assert profile_device(Experiment(), MACHINE, "slow", model_path, settings, part) == first
+    assert measure(Experiment(), "slow", model_path, settings, part) == first
     assert len(part.asked) == 4
     assert json.loads(cached.read_bytes())["training_tokens_per_s"] == 60.0
 
 
 def test_a_measurement_that_fails_leaves_nothing(settings: Settings, model_path: Path) -> None:
     settings.profiles.mkdir()
+    request = {"experiment": {"run": {"name": "?"}}, "model_path": "x"}
     with pytest.raises(UserError, match=r"generation of fast failed with status 1 .*profile-fast-generation.*run.name"):
-        run_part("generation", {"experiment": {"run": {"name": "?"}}, "model_path": "x"}, MACHINE.devices[1], settings)
+        asyncio.run(run_part("generation", request, MACHINE.devices[1], settings))
     assert list(settings.profiles.iterdir()) == []
 
 
@@ -121,7 +131,7 @@ def test_a_measurement_that_hangs_is_ended(settings: Settings, monkeypatch: pyte
     settings.profiles.mkdir()
     monkeypatch.setattr(profiling, "PART_DEADLINE_S", 0.0)
     with pytest.raises(UserError, match="took over 0 s"):
-        run_part("generation", {}, MACHINE.devices[1], settings)
+        asyncio.run(run_part("generation", {}, MACHINE.devices[1], settings))
 
 
 class FakeEngine:

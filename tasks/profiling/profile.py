@@ -4,6 +4,7 @@ Two child processes measure one after the other, pinned to the device: generatio
 are), then training on answers of that length. Each takes its memory with it when it ends.
 """
 
+import asyncio
 import hashlib
 import json
 import logging
@@ -40,11 +41,13 @@ logger = logging.getLogger(__name__)
 class RunPart(Protocol):
     """Measures one part ("generation" or "training") on a device; see `run_part`."""
 
-    def __call__(self, part: str, request: Mapping[str, Any], device: Device, settings: Settings) -> dict[str, Any]:
+    async def __call__(
+        self, part: str, request: Mapping[str, Any], device: Device, settings: Settings
+    ) -> dict[str, Any]:
         """Figures by name."""
 
 
-def profile_device(
+async def profile_device(
     experiment: Experiment,
     machine: Machine,
     device_type: str,
@@ -78,7 +81,7 @@ def profile_device(
                 return cached
             device = min((d for d in machine.devices if d.device_type == device_type), key=lambda d: d.index)
             with hold_devices(device.kind, [device.index], "profiling", settings):
-                profile = _measure(experiment, device, model_path, settings, identity, measure or run_part)
+                profile = await _measure(experiment, device, model_path, settings, identity, measure or run_part)
             write_atomic(path, profile.model_dump_json(indent=2).encode())
             write_json(path.with_suffix(".key.json"), identity)
             return profile
@@ -117,7 +120,7 @@ def _read(path: Path) -> DeviceProfile | None:
         return None
 
 
-def _measure(
+async def _measure(
     experiment: Experiment,
     device: Device,
     model_path: Path,
@@ -126,10 +129,10 @@ def _measure(
     measure: RunPart,
 ) -> DeviceProfile:
     request: dict[str, Any] = {"experiment": experiment.model_dump(mode="json"), "model_path": str(model_path)}
-    generation = measure("generation", request, device, settings)
+    generation = await measure("generation", request, device, settings)
     seen = generation["answer_tokens"]
     answer_tokens = max(1, round(seen)) if seen is not None else experiment.workload.max_new_tokens
-    training = measure("training", {**request, "answer_tokens": answer_tokens}, device, settings)
+    training = await measure("training", {**request, "answer_tokens": answer_tokens}, device, settings)
     return DeviceProfile(
         device_type=device.device_type,
         model_key=identity["model"],
@@ -144,7 +147,7 @@ def _measure(
     )
 
 
-def run_part(part: str, request: Mapping[str, Any], device: Device, settings: Settings) -> dict[str, Any]:
+async def run_part(part: str, request: Mapping[str, Any], device: Device, settings: Settings) -> dict[str, Any]:
     """Measure one part in a child process that sees only `device`; nothing of it is left behind.
 
     Raises:
@@ -157,7 +160,7 @@ def run_part(part: str, request: Mapping[str, Any], device: Device, settings: Se
         write_json(asked, {**request, "part": part, "kind": device.kind, "scratch": scratch})
         argv = [sys.executable, "-m", "tasks.profiling.measure", "--request", str(asked), "--out", str(answer)]
         environment = {**settings.environment(), **device_environment(device.kind, [device.index])}
-        status = _wait(ProcessGroup.start(argv, environment, log), f"{part} of {device.device_type}", log)
+        status = await _wait(ProcessGroup.start(argv, environment, log), f"{part} of {device.device_type}", log)
         if status != 0 or not answer.exists():
             end = " ".join(tail(log, 3).split())
             raise UserError(f"Measuring {part} of {device.device_type} failed with status {status} (log: {log}): {end}")
@@ -165,13 +168,13 @@ def run_part(part: str, request: Mapping[str, Any], device: Device, settings: Se
         return figures
 
 
-def _wait(process: ProcessGroup, purpose: str, log: Path) -> int:
+async def _wait(process: ProcessGroup, purpose: str, log: Path) -> int:
     deadline = time.monotonic() + PART_DEADLINE_S
     try:
         while (status := process.poll()) is None:
             if time.monotonic() > deadline:
                 raise UserError(f"Measuring {purpose} took over {PART_DEADLINE_S:.0f} s: see {log}.")
-            time.sleep(0.1)
+            await asyncio.sleep(0.1)
         return status
     finally:
         process.stop()
