@@ -79,6 +79,26 @@ def test_agrees_with_exhaustive_search(topology: Topology, demand: Demand, sync:
         assert joint.upper_bound_tokens_per_s >= best.throughput_tokens_per_s * (1 - 1e-6)
 
 
+@examples(60)
+@given(clusters(), demands(), modes, st.data())
+def test_the_bound_holds_on_uneven_links(
+    topology: Topology, demand: Demand, sync: SyncMode, data: st.DataObject
+) -> None:
+    """Columns take the best link of any placement, so the bound may be loose and never wrong."""
+    pairs = [frozenset((a.name, b.name)) for i, a in enumerate(topology.nodes) for b in topology.nodes[i + 1 :]]
+    links = {pair: data.draw(st.sampled_from([1e8, 1e9, 5e10])) for pair in pairs if data.draw(st.booleans())}
+    uneven = replace(topology, node_links=links)
+    try:
+        best = make_plan(uneven, SMALL, demand, mode="exhaustive", sync_mode=sync, what_if=True)
+    except UserError:
+        return
+    plan = joint(uneven, SMALL, demand, sync)
+    check_feasible(plan, uneven, demand)
+    assert plan.upper_bound_tokens_per_s >= best.throughput_tokens_per_s * (1 - 1e-6)
+    assert plan.throughput_tokens_per_s <= best.throughput_tokens_per_s * (1 + 1e-6)
+    assert plan.throughput_tokens_per_s >= best.throughput_tokens_per_s * (1 - plan.gap - 1e-6)
+
+
 def joint(topology: Topology, model: Model = SEVEN, demand: Demand = PAPER, sync: SyncMode = "tree") -> ClusterPlan:
     return make_plan(topology, model, demand, what_if=True, sync_mode=sync)
 
