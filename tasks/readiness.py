@@ -1,9 +1,17 @@
 """What is checked and made ready before a run starts, so that bad input costs seconds and leaves nothing behind."""
 
 import asyncio
+import math
+import os
+import shutil
+import tempfile
 from pathlib import Path
 
+import psutil
+
 from planners.cluster import Machine
+from planners.errors import UserError
+from planners.model import read_model
 from planners.profile import DeviceProfile
 from planners.split import check_devices
 from tasks.discovery import discover_machine
@@ -11,22 +19,36 @@ from tasks.experiment import Experiment
 from tasks.models import load_tokenizer, prepare_model
 from tasks.profiling.profile import profile_device
 from tasks.rollout.prompts import PromptSource
+from tasks.rollout.vllm_engine import CPU_KV_CACHE_BYTES
 from tasks.settings import Settings
+from tasks.training.memory import checkpoint_bytes, count_parameters, training_memory_bytes
+
+_ELEMENT_BYTES = {"float32": 4, "bfloat16": 2}
+_GIB = 2**30
 
 
 def make_ready(experiment: Experiment, settings: Settings) -> Path:
-    """Prepare the model, and check that data, prompts and devices can serve the experiment; returns its directory.
+    """Prepare the model, and check that data, prompts, devices, memory and storage can serve the experiment.
+
+    Returns:
+        The prepared model's directory.
 
     Raises:
-        UserError: the model cannot be used, the data or a prompt does not fit, or there are too few devices.
+        UserError: the model cannot be used, the data or a prompt does not fit, there are too few devices, or memory or
+            storage do not suffice.
     """
-    check_devices(
+    machine = check_devices(
         discover_machine(),
         train_type=experiment.planner.train_type,
         train_devices=experiment.planner.train_devices,
         device_types=experiment.cluster.device_types,
     )
+    _check_writable(settings.home, "HEXFLOW_HOME")
+    _check_writable(settings.runs, "HEXFLOW_RUNS")
     model_path = prepare_model(experiment.model, settings)
+    parameters = count_parameters(model_path)
+    _check_memory(experiment, machine, model_path, parameters)
+    _check_room(experiment, settings.runs, parameters)
     _check_prompts(experiment, model_path)
     return model_path
 
@@ -58,3 +80,80 @@ def _check_prompts(experiment: Experiment, model_path: Path) -> None:
     indices = range(prompts.epoch or experiment.workload.prompts_per_step)
     for item in [*prompts.heldout(), *map(prompts.item, indices)]:
         prompts.encode(item)
+
+
+def _check_writable(directory: Path, variable: str) -> None:
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory) as file:
+            file.write(b"hexflow")
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise UserError(
+            f"{directory} cannot be written ({error.strerror}): make room or mend its permissions, or name another "
+            f"place in {variable}."
+        ) from None
+
+
+def _check_memory(experiment: Experiment, machine: Machine, model_path: Path, parameters: int) -> None:
+    """Refuse what cannot fit however the devices are split; activations and libraries come on top."""
+    if any(device.kind == "cuda" for device in machine.devices):
+        _check_gpu_memory(experiment, machine, model_path, parameters)
+        return
+    # One process trains and one generates, in the same memory.
+    training = training_memory_bytes(parameters, experiment.algorithm.zero_stage, ranks=1)
+    rollout = parameters * _ELEMENT_BYTES[experiment.model.dtype] + CPU_KV_CACHE_BYTES
+    available = psutil.virtual_memory().available
+    if training + rollout > available:
+        raise UserError(
+            f"{experiment.model.source} needs at least {_gib(training + rollout)} of memory here, {_gib(training)} to "
+            f"train and {_gib(rollout)} to generate, but {_gib(available)} are available: end other programs or choose "
+            "a smaller model."
+        )
+
+
+def _check_gpu_memory(experiment: Experiment, machine: Machine, model_path: Path, parameters: int) -> None:
+    """The best case: one type trains on all of its devices but one to generate, and the largest device generates."""
+    planner, stage = experiment.planner, experiment.algorithm.zero_stage
+    memory = {device.device_type: device.memory_bytes for device in machine.devices}
+    needed = {}
+    for name, count in machine.count_by_type().items():
+        if planner.train_type in (None, name):
+            ranks = planner.train_devices or min(count, len(machine.devices) - 1)
+            needed[name] = training_memory_bytes(parameters, stage, ranks)
+    best = max(needed, key=lambda name: memory[name] - needed[name])
+    if needed[best] > memory[best]:
+        raise UserError(
+            f"Training {experiment.model.source} under algorithm.zero_stage {stage} needs {_gib(needed[best])} on each "
+            f"device, but a {best} has {_gib(memory[best])}: use zero_stage 3, more devices, or a smaller model."
+        )
+    element_bytes = _ELEMENT_BYTES[experiment.model.dtype]
+    context = read_model(model_path, element_bytes).kv_bytes_per_token * experiment.model.max_context
+    rollout = parameters * element_bytes + context
+    if rollout > max(memory.values()):
+        raise UserError(
+            f"Generating with {experiment.model.source} needs {_gib(rollout)} on one device, for the weights and one "
+            f"answer of model.max_context tokens, but the largest has {_gib(max(memory.values()))}: choose a smaller "
+            "model or context."
+        )
+
+
+def _check_room(experiment: Experiment, runs: Path, parameters: int) -> None:
+    """Room for the versions and checkpoints kept at once; a new one is written before the oldest is deleted."""
+    run, storage = experiment.run, experiment.storage
+    version = parameters * _ELEMENT_BYTES[experiment.model.dtype]
+    checkpoint = checkpoint_bytes(parameters, experiment.model.dtype)
+    versions = min(storage.keep_versions, run.steps) + 1
+    checkpoints = min(storage.keep_checkpoints + 1, math.ceil(run.steps / run.checkpoint_every))
+    needed, free = versions * version + checkpoints * checkpoint, shutil.disk_usage(runs).free
+    if needed > free:
+        raise UserError(
+            f"The run needs about {_gib(needed)} in {runs}, for {versions} weight versions of {_gib(version)} and "
+            f"{checkpoints} checkpoints of {_gib(checkpoint)}, but {_gib(free)} are free: make room, name another "
+            "place in HEXFLOW_RUNS, or lower storage.keep_versions or storage.keep_checkpoints."
+        )
+
+
+def _gib(size_bytes: float) -> str:
+    return f"{size_bytes / _GIB:.1f} GiB"

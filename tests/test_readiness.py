@@ -1,13 +1,21 @@
 """What a run needs is checked before it starts, and refused with the reason."""
 
 import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
+import psutil
 import pytest
 
+from planners.cluster import Device, Machine
 from planners.errors import UserError
 from tasks.experiment import Experiment, load_experiment
-from tasks.readiness import make_ready
+from tasks.models import prepare_model
+from tasks.readiness import _check_memory, make_ready
 from tasks.settings import Settings
 
 TINY = Path(__file__).parent.parent / "deployments" / "experiments" / "tiny.yaml"
@@ -34,3 +42,65 @@ def test_every_row_of_a_file_is_checked(settings: Settings, tmp_path: Path) -> N
         spoilt = [text if n != number else "far too long" for n, text in enumerate(questions)]
         with pytest.raises(UserError, match=f"'far too long' in line {number + 1} of data.path has 12 tokens"):
             make_ready(rows_experiment(tmp_path / "rows.jsonl", spoilt), settings)
+
+
+@pytest.mark.parametrize(("place", "variable"), [("home", "HEXFLOW_HOME"), ("runs", "HEXFLOW_RUNS")])
+def test_a_place_that_cannot_be_written_is_named(settings: Settings, tmp_path: Path, place: str, variable: str) -> None:
+    (tmp_path / "file").write_text("")
+    blocked = replace(settings, **{place: tmp_path / "file" / "inner"})
+    with pytest.raises(UserError, match=rf"file/inner cannot be written .* {variable}"):
+        make_ready(tiny(), blocked)
+
+
+def test_a_run_that_the_disk_cannot_hold_is_refused(settings: Settings) -> None:
+    """1 M parameters: 4 MB a version, 12 MB a checkpoint."""
+    many = ["run.steps=1000000000", "run.checkpoint_every=1"]
+    make_ready(tiny(*many), settings)
+    with pytest.raises(UserError, match=r"1000001 weight versions of 0.0 GiB .* are free: make room"):
+        make_ready(tiny(*many, "storage.keep_versions=1000000", "storage.keep_checkpoints=1000000"), settings)
+
+
+def test_memory_is_checked_before_anything_starts(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=2**34, available=2**30))
+    with pytest.raises(UserError, match=r"tiny-random needs at least 1.0 GiB .* but 1.0 GiB are available"):
+        make_ready(tiny(), settings)  # weights and training come on top of 1 GiB for keys and values
+
+
+@pytest.mark.parametrize(
+    ("memory_mb", "overrides", "message"),
+    [
+        ([40, 40], [], None),  # 1 M parameters: 16 MB to train, 4 MB and one context to generate
+        ([12, 12], [], "needs 0.0 GiB on each device, but a big has"),
+        ([12, 12, 12, 12], ["algorithm.zero_stage=3"], None),
+        ([12, 12, 12, 12], ["algorithm.zero_stage=3", "planner.train_devices=1"], "zero_stage 3"),
+        ([4, 4, 4, 4, 4, 4], ["algorithm.zero_stage=3"], "Generating with tiny-random needs"),
+    ],
+)
+def test_gpus_too_small_however_they_are_split_are_refused(
+    settings: Settings, memory_mb: list[int], overrides: list[str], message: str | None
+) -> None:
+    devices = [
+        Device(index=index, device_type="big", kind="cuda", memory_bytes=size * 1_000_000)
+        for index, size in enumerate(memory_mb)
+    ]
+    experiment, machine = tiny(*overrides), Machine(name="here", devices=tuple(devices))
+    model_path = prepare_model(experiment.model, settings)
+    if message is None:
+        _check_memory(experiment, machine, model_path, 1_017_472)
+        return
+    with pytest.raises(UserError, match=message):
+        _check_memory(experiment, machine, model_path, 1_017_472)
+
+
+def test_the_checks_do_without_torch(settings: Settings) -> None:
+    """The command answers in seconds; importing torch would take as long again."""
+    prepare_model(tiny().model, settings)
+    code = (
+        "import sys\nfrom pathlib import Path\nfrom tasks.experiment import load_experiment\n"
+        "from tasks.readiness import make_ready\nfrom tasks.settings import load_settings\n"
+        f"make_ready(load_experiment(Path({str(TINY)!r})), load_settings())\nprint('torch' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ, capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout == "False\n"

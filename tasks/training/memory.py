@@ -1,13 +1,16 @@
-"""The check before a model is loaded: does training it fit?"""
+"""What training a model takes, and the check before it is loaded: does it fit?"""
 
+import math
 from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
 import psutil
-import torch
 from safetensors import safe_open
 
 from planners.errors import UserError
-from tasks.training.ranks import Ranks
+
+if TYPE_CHECKING:  # commands ask for sizes without loading torch
+    from tasks.training.ranks import Ranks
 
 _GIB = 1024**3
 
@@ -24,17 +27,22 @@ def training_memory_bytes(parameters: int, zero_stage: int, ranks: int) -> float
     return parameters * (weights + gradients + optimiser)
 
 
+def checkpoint_bytes(parameters: int, dtype: Literal["float32", "bfloat16"]) -> int:
+    """Size of a checkpoint: the weights and Adam's two moments, with a float32 copy of bfloat16 weights."""
+    return parameters * (12 if dtype == "float32" else 14)
+
+
 def count_parameters(model_path: Path) -> int:
     """Parameters of a model on disk, from the headers of its safetensors files."""
     total = 0
     for path in sorted(model_path.glob("*.safetensors")):
-        with safe_open(path, framework="pt") as file:
+        with safe_open(path, framework="numpy") as file:
             for name in file.keys():  # noqa: SIM118 - the file is no mapping
-                total += torch.Size(file.get_slice(name).get_shape()).numel()
+                total += math.prod(file.get_slice(name).get_shape())
     return total
 
 
-def check_memory(model_path: Path, zero_stage: int, ranks: Ranks) -> None:
+def check_memory(model_path: Path, zero_stage: int, ranks: "Ranks") -> None:
     """Refuse a model whose training state does not fit in what is free for this rank.
 
     Raises:
@@ -42,6 +50,8 @@ def check_memory(model_path: Path, zero_stage: int, ranks: Ranks) -> None:
     """
     needed = training_memory_bytes(count_parameters(model_path), zero_stage, ranks.size)
     if ranks.device.type == "cuda":
+        import torch
+
         free: float = torch.cuda.mem_get_info(ranks.device)[0]
     else:
         free = psutil.virtual_memory().available / ranks.size
