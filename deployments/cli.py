@@ -2,6 +2,8 @@
 
 import errno
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,8 +17,8 @@ if TYPE_CHECKING:
     from deployments.stack import Stack
     from tasks.settings import Settings
 
-BAD_INPUT, CANCELLED = 2, 130
-EXIT_STATUS = {"COMPLETED": 0, "FAILED": 1, "CRASHED": 1}
+FAILED, BAD_INPUT, CANCELLED = 1, 2, 130
+EXIT_STATUS = {"COMPLETED": 0, "FAILED": FAILED, "CRASHED": FAILED}
 """Exit status by the flow run's last state; any other means that it was cancelled, or left to that."""
 
 app = typer.Typer(
@@ -73,7 +75,7 @@ def runs() -> None:
 def train(experiment: ExperimentFile, overrides: Overrides = None) -> None:
     """Train: start the stack if needed, run the experiment, show its progress. Ctrl-C cancels the run.
 
-    Exit status 0: completed; 1: failed; 2: bad input, nothing was started; 130: cancelled.
+    Exit status 0: completed; 1: failed, or lost from sight; 2: bad input, nothing was started; 130: cancelled.
     """
     from tasks.experiment import load_experiment
     from tasks.readiness import make_ready
@@ -137,9 +139,10 @@ def plan(experiment: ExperimentFile, overrides: Overrides = None) -> None:
     settings, console = _settings(), _console()
     api = PrefectApi(_bring_up(settings, console).prefect_url)
     flow_run_id = api.create_flow_run("plan/plan", {"experiment": resolved.model_dump(mode="json")})
-    state = _follow(settings, api, flow_run_id, console)
-    for text in api.markdown_artifacts(flow_run_id):
-        console.print(Markdown(text))
+    with _started():
+        state = _follow(settings, api, flow_run_id, console)
+        for text in api.markdown_artifacts(flow_run_id):
+            console.print(Markdown(text))
     _leave(state, console)
 
 
@@ -186,7 +189,8 @@ def _run_and_follow(settings: "Settings", parameters: dict[str, Any]) -> None:
     console = _console()
     api = PrefectApi(_bring_up(settings, console).prefect_url)
     flow_run_id = api.create_flow_run("rl/rl", parameters)
-    state = _follow(settings, api, flow_run_id, console)
+    with _started():
+        state = _follow(settings, api, flow_run_id, console)
     run = Ledger(settings.ledger_url).find_run(flow_run_id=flow_run_id)
     if run is not None:
         console.print(f"run {run.run_id}: {state['name'].lower()}", soft_wrap=True)
@@ -196,6 +200,20 @@ def _run_and_follow(settings: "Settings", parameters: dict[str, Any]) -> None:
         if state["type"] != "COMPLETED":
             console.print(f"Continue it with: hexflow resume {run.run_id}", soft_wrap=True)
     _leave(state, console)
+
+
+@contextmanager
+def _started() -> Iterator[None]:
+    """What goes wrong in here does so after the flow run was created: the exit status must not say that none was."""
+    from deployments.api import Unreachable
+
+    try:
+        yield
+    except (Unreachable, UserError) as error:
+        _complain(
+            f"{str(error).rstrip('.')}. The run may go on: see `hexflow status`; `hexflow up` starts a lost server."
+        )
+        raise typer.Exit(FAILED) from None
 
 
 def _follow(settings: "Settings", api: Any, flow_run_id: str, console: "Console") -> dict[str, Any]:
@@ -238,6 +256,7 @@ def main() -> None:
 
 
 def _complain(message: str) -> int:
+    """Say it on stderr; returns the exit status of bad input."""
     print(f"hexflow: {message}", file=sys.stderr)
     return BAD_INPUT
 

@@ -12,10 +12,12 @@ import pytest
 import typer
 from rich.console import Console
 
-from deployments import cli, follow
+from deployments import api, cli, follow
 from deployments.api import Json, PrefectApi, Unreachable
 from deployments.follow import Follower, View, describe_step, draw, time_left_s, waiting_for
 from deployments.show import show_runs, summary_lines
+from deployments.stack import Stack
+from planners.errors import UserError
 from tasks.exchange.ledger import Ledger
 from tasks.exchange.rows import ActorRow, Progress, RunRow, SpanRow, StepRow
 from tasks.settings import Settings
@@ -234,6 +236,36 @@ def test_exit_status_tells_the_truth(state: str, status: int) -> None:
         cli._leave(a_state(state), Console(file=out))
     assert left.value.exit_code == status
     assert ("because" in out.getvalue()) == (state != "COMPLETED")
+
+
+@pytest.mark.parametrize("error", [Unreachable("No answer from the server"), UserError("The server refused it.")])
+def test_a_run_lost_from_sight_was_started_all_the_same(
+    error: Exception, settings: Settings, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Exit status 2 would say that nothing was started; and the cursor, hidden by the live display, must come back."""
+
+    class LostApi(FakeApi):
+        def __init__(self, url: str) -> None:
+            super().__init__("RUNNING")
+            interrupt_at(self, 2)
+
+        def create_flow_run(self, deployment: str, parameters: Json) -> str:
+            return "flow-1"
+
+        def set_state(self, flow_run_id: str, state_type: str, message: str, force: bool = False) -> None:
+            raise error
+
+    out = io.StringIO()
+    monkeypatch.setattr(cli, "_console", lambda: Console(file=out, force_terminal=True, width=100))
+    monkeypatch.setattr(cli, "_bring_up", lambda *_: Stack("http://127.0.0.1:1/api", "http://127.0.0.1:2"))
+    monkeypatch.setattr(api, "PrefectApi", LostApi)
+    with pytest.raises(typer.Exit) as left:
+        cli._run_and_follow(settings, {})
+    assert left.value.exit_code == 1
+    said = capsys.readouterr().err
+    assert said.startswith(f"hexflow: {str(error).rstrip('.')}. ")
+    assert "hexflow status" in said
+    assert out.getvalue().rfind("\x1b[?25h") > out.getvalue().rfind("\x1b[?25l") >= 0
 
 
 @pytest.mark.parametrize(
