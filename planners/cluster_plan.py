@@ -10,7 +10,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from planners.columns import Problem
 from planners.errors import UserError
-from planners.joint import rollout_seconds
 from planners.memory import Memory, serving_memory
 from planners.placement import Placed
 from planners.sync import SYNC_RUNS_TODAY, SyncMode
@@ -140,7 +139,7 @@ def build_plan(
         for m in machines
     )
     columns = sorted({column for column, _, _ in placed.replicas}, key=lambda c: c.name)
-    rollout_s = rollout_seconds(problem, placed.rate, placed.latency_s)
+    rollout_s = _rollout_s(problem, placed)
     return ClusterPlan(
         mode=mode,
         cluster=topology.name,
@@ -181,6 +180,16 @@ def build_plan(
             response_points=demand.response.points,
         ),
     )
+
+
+def _rollout_s(problem: Problem, placed: Placed) -> float:
+    """Generation of one step: its work, or the wait for its longest answer where that decides the step."""
+    demand = problem.demand
+    work_s = demand.tokens_per_step / placed.rate
+    rest_s = placed.step_s - placed.sync.pause_s - demand.reward_s
+    if demand.max_staleness == 0:
+        return max(work_s, rest_s - placed.train_s)
+    return max(work_s, rest_s) if rest_s > placed.train_s * (1 + 1e-9) else work_s
 
 
 def _runs_today(problem: Problem, placed: Placed) -> bool:

@@ -60,14 +60,29 @@ class Demand:
         """The longest of a step's answers, which it waits for, as a quantile of lengths; at least the 99 % one."""
         return self.response.quantile(max(0.99, 1 - 1 / self.answers_per_step))
 
+    @cached_property
+    def drain_share(self) -> float:
+        """What a batch takes longer than its work at full speed, as a share of the longest answer's time.
+
+        When no answer waits any more, those in progress have still to end: the longest of them takes the residual
+        length's high quantile, while their work alone would take its mean.
+        """
+        residual = self.response.residual_quantile(1 - 1 / self.answers_per_step) - self.response.age_moment(1)
+        return max(0.0, residual) / self.latency_tokens
+
     @property
     def latency_steps(self) -> float:
-        """Steps from the lease of a group to the step that takes it.
+        """Steps from the lease of a group to the step that takes it, for η ≥ 2.
 
         A group leased as soon as the gate lets it has η; one leased at the end of that step has η − 1; so η − ½ on
-        average, and one where there is no more (η ≤ 1), which is optimistic: see the simulator's table.
+        average. At η ≤ 1 steps are batches, and each is reckoned from its start, see `planners.joint`; this gives one.
         """
         return max(1.0, self.max_staleness - 0.5)
+
+    @property
+    def in_batches(self) -> bool:
+        """Whether a step's answers all start together, for want of staleness."""
+        return self.max_staleness <= 1
 
 
 def demand_of(workload: Workload, minibatches: int = 1) -> Demand:

@@ -66,14 +66,20 @@ def _placed(
     if not used:
         return None
     rate, latency_s = sum(e[2] for e in used), max(e[3] for e in used)
-    generate_s = max(demand.tokens_per_step / rate, latency_s / max(1, demand.max_staleness - 0.5)) + demand.reward_s
-    together_s = trainer.seconds + generate_s if demand.max_staleness == 0 else max(trainer.seconds, generate_s)
+    generate_s = demand.tokens_per_step / rate
+    together_s = max(trainer.seconds, generate_s + demand.reward_s)
     if together_s >= faster_than_s:
         return None
     generating = [n for n, chosen in zip(topology.nodes, choice, strict=True) if chosen]
     training = [n for stage in trainer.stages for n in stage]
     sync = sync_of(problem.sync_mode, topology, training, generating, problem.model.weight_bytes)
-    step_s = max(together_s + sync.pause_s, sync.transfer_s)
+    eta, waits_s = demand.max_staleness, sync.pause_s + demand.reward_s
+    if eta <= 1:
+        batch_s = max(latency_s, generate_s + demand.drain_share * latency_s)
+        in_time_s = (trainer.seconds + waits_s + batch_s) / (eta + 1)
+    else:
+        in_time_s = waits_s + latency_s / (eta - 0.5)
+    step_s = max(together_s + sync.pause_s, in_time_s, sync.transfer_s)
     if step_s >= faster_than_s:
         return None
     replicas = []

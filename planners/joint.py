@@ -12,9 +12,11 @@
     (2)  Σ_σ a_σ,t,k z_σ + Σ_{ψ of t, tp ≥ k} (tp_ψ/k) y_ψ ≤ Σ_machines ⌊d/k⌋          ∀ t, k: they fit side by side
     (3)  H = Σ h_ψ y_ψ,   τ ≥ W/H                                convex: tangents τ ≥ (W/H₀)(2 − H/H₀) until tight
     (4)  T ≥ Σ T_σ z_σ + S
-    (5)  T ≥ τ + R + S          R reward seconds;   η = 0:  T ≥ Σ T_σ z_σ + τ + R + S instead of (4), (5)
+    (5)  T ≥ τ + R + S                                           R reward seconds
     (6)  Σ c_ψ y_ψ ≤ max(1, η)·B·G                               more in flight would starve at the gate
-    (7)  τ ≥ ℓ_ψ/max(1, η − ½) for used ψ                        the longest answer of a step must be there in time
+    (7)  Λ ≥ ℓ_ψ for used ψ, and the longest answer must be there in time:
+         η ≥ 2:  (η − ½)(T − S − R) ≥ Λ                          leases spread over the step
+         η ≤ 1:  (η + 1)·T ≥ Σ T_σ z_σ + S + R + max(Λ, τ + ρ·Λ) each step a batch that drains, for ρ of Λ
     (8)  Σ_d d·m_t,d ≥ Σ_{ψ of t} tp_ψ y_ψ − min(Σ spare_σ,t z_σ, l_t·max d),   m_t,d ≤ machines left by training
     (9)  S, X as in `planners.sync`, per type set g, switched on by Σ_{σ: g(σ)=g} z_σ
    (10)  T ≥ X
@@ -59,6 +61,7 @@ class Choice:
     replicas: Mapping[RolloutColumn, int]
     objective: float
     bound: float
+    pause_s: float
 
 
 class _Program:
@@ -70,7 +73,7 @@ class _Program:
         training: list[TrainingColumn],
         rollout: list[RolloutColumn],
         wish: Wish,
-        generation_floor_s: float | None,
+        allowed_s: float | None,
     ) -> None:
         import pulp
 
@@ -88,7 +91,7 @@ class _Program:
         self._objective()
         self._assignment()
         self._times()
-        self._latency(generation_floor_s)
+        self._latency(allowed_s)
         self._sync()
 
     def _objective(self) -> None:
@@ -130,11 +133,8 @@ class _Program:
         sum_, demand = self.pulp.lpSum, self.problem.demand
         self.program += self.rate == sum_(c.tokens_per_s * y for c, y in zip(self.rollout, self.y, strict=True))
         train = sum_(c.step_s * z for c, z in zip(self.training, self.z, strict=True))
-        if demand.max_staleness == 0:
-            self.program += self.step >= train + self.generation + demand.reward_s + self.pause
-        else:
-            self.program += self.step >= train + self.pause
-            self.program += self.step >= self.generation + demand.reward_s + self.pause
+        self.program += self.step >= train + self.pause
+        self.program += self.step >= self.generation + demand.reward_s + self.pause
         lowest = min(c.tokens_per_s for c in self.rollout)
         highest = _highest_rate(self.problem, self.rollout)
         point = lowest
@@ -147,27 +147,32 @@ class _Program:
         at = self.problem.demand.tokens_per_step / rate
         self.program += self.generation + at / rate * self.rate >= 2 * at
 
-    def _latency(self, generation_floor_s: float | None) -> None:
-        """(7), level by level of latency, for columns that the floor under τ does not already allow."""
-        if generation_floor_s is None:
-            return
-        steps = self.problem.demand.latency_steps
-        late = [i for i, c in enumerate(self.rollout) if c.latency_s > steps * generation_floor_s]
-        below_s, higher = generation_floor_s, None
-        total = self.pulp.lpSum([generation_floor_s])
-        for level, latency_s in enumerate(sorted({self.rollout[i].latency_s for i in late})):
+    def _latency(self, allowed_s: float | None) -> None:
+        """(7). Λ rises level by level of latency, from the lowest there is; columns up to `allowed_s` are free."""
+        sum_, demand = self.pulp.lpSum, self.problem.demand
+        lowest_s = min(c.latency_s for c in self.rollout)
+        longest = sum_([lowest_s])
+        late = (
+            [] if allowed_s is None else [c.latency_s for c in self.rollout if c.latency_s > max(allowed_s, lowest_s)]
+        )
+        below_s, higher = lowest_s, None
+        for level, latency_s in enumerate(sorted(set(late))):
             used = self.program.add_variable(f"w{level}", cat=self.pulp.LpBinary)
-            for i in (i for i in late if self.rollout[i].latency_s == latency_s):
-                column = self.rollout[i]
-                self.program += self.y[i] <= self.problem.capacity[column.device_type, column.tensor] * used
+            for c, y in zip(self.rollout, self.y, strict=True):
+                if c.latency_s == latency_s:
+                    self.program += y <= self.problem.capacity[c.device_type, c.tensor] * used
             if higher is not None:
                 self.program += used <= higher
-            total += (latency_s / steps - below_s) * used
-            below_s, higher = latency_s / steps, used
-        if self.problem.demand.max_staleness == 0:
-            self.program += self.generation >= total
-        else:  # training may take as long: then the answers have that time, too
-            self.program += self.step >= total + self.problem.demand.reward_s + self.pause
+            longest += (latency_s - below_s) * used
+            below_s, higher = latency_s, used
+        waits = self.pause + demand.reward_s
+        if not demand.in_batches:
+            self.program += demand.latency_steps * (self.step - waits) >= longest
+            return
+        waits += sum_(c.step_s * z for c, z in zip(self.training, self.z, strict=True))
+        steps = demand.max_staleness + 1
+        self.program += steps * self.step >= waits + longest
+        self.program += steps * self.step >= waits + self.generation + demand.drain_share * longest
 
     def _sync(self) -> None:
         """(8), (9), (10)."""
@@ -255,14 +260,13 @@ def solve_joint(
         UserError: the solver found none in time.
     """
     wish = wish or Wish()
-    floor_s = _generation_floor_s(problem, training, rollout)
     if wish.target_step_s is not None:
-        return _solve(problem, training, rollout, wish, floor_s, time_limit_s, gap)
+        return _solve(problem, training, rollout, wish, 0.0, time_limit_s, gap)
     fastest = _solve(problem, training, rollout, wish, None, time_limit_s, gap)
-    if not _is_fresh(problem, fastest):
-        if problem.demand.max_staleness > 0:
-            floor_s = max(floor_s, fastest.bound - _pause_ceiling_s(problem) - problem.demand.reward_s)
-        exact = _solve(problem, training, rollout, wish, floor_s, time_limit_s, gap)
+    if _true_step_s(problem, fastest) > fastest.objective * (1 + SLACK):
+        shortest_s = min(c.step_s for c in training)
+        allowed_s = _allowed_latency_s(problem, max(shortest_s, fastest.bound - _pause_ceiling_s(problem)))
+        exact = _solve(problem, training, rollout, wish, allowed_s, time_limit_s, gap)
         fastest = replace(exact, bound=max(exact.bound, fastest.bound))
     return _cheapest_as_fast(problem, rollout, fastest, time_limit_s)
 
@@ -270,21 +274,20 @@ def solve_joint(
 def _cheapest_as_fast(problem: Problem, rollout: list[RolloutColumn], fastest: Choice, time_limit_s: float) -> Choice:
     """The same training column and step time with the cheapest replicas."""
     wish = Wish(target_step_s=fastest.objective * (1 + SLACK))
-    floor_s = _generation_floor_s(problem, [fastest.training], rollout)
+    allowed_s = _allowed_latency_s(problem, fastest.training.step_s)
     try:
-        cheap = _solve(problem, [fastest.training], rollout, wish, floor_s, time_limit_s, 1e-3)
+        cheap = _solve(problem, [fastest.training], rollout, wish, allowed_s, time_limit_s, 1e-3)
     except Infeasible:  # by less than the solver's own tolerance
         return fastest
-    return replace(fastest, replicas=cheap.replicas)
+    if _true_step_s(problem, cheap) > max(fastest.objective, _true_step_s(problem, fastest)) * (1 + 2 * SLACK):
+        return fastest  # tangents ran out
+    return replace(fastest, replicas=cheap.replicas, pause_s=cheap.pause_s)
 
 
-def _generation_floor_s(problem: Problem, training: list[TrainingColumn], rollout: list[RolloutColumn]) -> float:
-    """What the longest answer may take in any plan: no step generates faster than all devices at their best, and with
-    η ≥ 1 none is shorter than its training."""
-    floor_s = problem.demand.tokens_per_step / _highest_rate(problem, rollout)
-    if problem.demand.max_staleness == 0:
-        return floor_s
-    return max(floor_s, min(c.step_s for c in training) - problem.demand.reward_s)
+def _allowed_latency_s(problem: Problem, body_s: float) -> float:
+    """Latencies that satisfy (7) in every plan with T − S of at least `body_s`."""
+    demand = problem.demand
+    return 0.0 if demand.in_batches else demand.latency_steps * (body_s - demand.reward_s)
 
 
 def _highest_rate(problem: Problem, rollout: list[RolloutColumn]) -> float:
@@ -308,17 +311,10 @@ def _pause_ceiling_s(problem: Problem) -> float:
     return inside_s + machines * slowest_s
 
 
-def _is_fresh(problem: Problem, choice: Choice) -> bool:
-    """Whether a choice made without (7) satisfies it."""
+def _true_step_s(problem: Problem, choice: Choice) -> float:
+    """T of a choice from its columns, free of the program's tangents and levels."""
     latency_s = max(c.latency_s for c in choice.replicas)
-    train_s, rate = choice.training.step_s, total_rate(choice.replicas)
-    loose = step_seconds(problem, train_s, rate, 0.0, 0.0)
-    return step_seconds(problem, train_s, rate, latency_s, 0.0) <= loose * (1 + 1e-9)
-
-
-def rollout_seconds(problem: Problem, rate: float, latency_s: float) -> float:
-    """τ: generation of one step, (3) and (7)."""
-    return max(problem.demand.tokens_per_step / rate, latency_s / problem.demand.latency_steps)
+    return step_seconds(problem, choice.training.step_s, total_rate(choice.replicas), latency_s, choice.pause_s)
 
 
 def step_seconds(
@@ -326,9 +322,14 @@ def step_seconds(
 ) -> float:
     """T from its parts, (3) to (5), (7) and (10)."""
     demand = problem.demand
-    generate_s = rollout_seconds(problem, rate, latency_s) + demand.reward_s
-    body = train_s + generate_s if demand.max_staleness == 0 else max(train_s, generate_s)
-    return max(body + pause_s, transfer_s)
+    generate_s = demand.tokens_per_step / rate
+    body_s = max(train_s, generate_s + demand.reward_s)
+    if demand.in_batches:
+        batch_s = max(latency_s, generate_s + demand.drain_share * latency_s)
+        in_time_s = (train_s + pause_s + demand.reward_s + batch_s) / (demand.max_staleness + 1)
+    else:
+        in_time_s = latency_s / demand.latency_steps + demand.reward_s + pause_s
+    return max(body_s + pause_s, in_time_s, transfer_s)
 
 
 def total_rate(replicas: Mapping[RolloutColumn, int]) -> float:
@@ -341,11 +342,11 @@ def _solve(
     training: list[TrainingColumn],
     rollout: list[RolloutColumn],
     wish: Wish,
-    generation_floor_s: float | None,
+    allowed_s: float | None,
     time_limit_s: float,
     gap: float,
 ) -> Choice:
-    built = _Program(problem, training, rollout, wish, generation_floor_s)
+    built = _Program(problem, training, rollout, wish, allowed_s)
     bound = -math.inf
     for _ in range(ROUNDS):
         solution = minimise(built.program, time_limit_s, gap)
@@ -358,4 +359,4 @@ def _solve(
     replicas = {c: round(y.varValue) for c, y in zip(rollout, built.y, strict=True) if round(y.varValue) > 0}
     if not replicas:
         raise UserError("The solver returned a plan without replicas.")
-    return Choice(training[z], replicas, solution.objective, bound)
+    return Choice(training[z], replicas, solution.objective, bound, built.pause.varValue)

@@ -41,6 +41,17 @@ class Lengths:
         """E[age^power] of an answer met in progress: long ones are met more often (renewal theory)."""
         return self.moment(power + 1) / ((power + 1) * self.mean)
 
+    def residual_quantile(self, share: float) -> float:
+        """Tokens left of an answer in progress, not exceeded with probability `share`: P(> x) = ∫ₓ P(l > u)/E[l]."""
+        beyond = (1 - share) * self.mean * len(self.points)
+        left = 0.0
+        for above, (low, high) in enumerate(pairwise(reversed((0.0, *self.points))), start=1):
+            piece = above * (low - high)
+            if left + piece >= beyond:
+                return low - (beyond - left) / above
+            left += piece
+        return 0.0
+
     def classes(self, count: int) -> list[tuple[float, float]]:
         """(share of answers, mean length) of `count` classes of equal probability, short to long."""
         size, total = len(self.points), len(self.points)

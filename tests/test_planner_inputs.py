@@ -173,6 +173,7 @@ def test_answers_in_progress_are_length_biased(tokens: list[int]) -> None:
     mean = sum(tokens) / len(tokens)
     assert lengths.mean == pytest.approx(mean)
     assert lengths.age_moment(1) >= mean / 2 * (1 - 1e-9)  # equality only if all are equally long
+    assert 0 <= lengths.residual_quantile(0.5) <= lengths.residual_quantile(0.99) <= max(tokens)
     classes = lengths.classes(4)
     assert math.isclose(sum(share for share, _ in classes), 1)
     assert math.isclose(sum(share * length for share, length in classes), mean)
@@ -183,3 +184,8 @@ def test_a_workload_becomes_a_demand() -> None:
     assert (demand.tokens_per_step, demand.gate_answers, demand.minibatches) == (128, 24, 2)
     with pytest.raises(UserError, match="staleness cannot be negative"):
         Demand(1, 1, -1, constant(1), constant(1), 2)
+
+
+def test_what_is_left_of_an_answer_of_known_length_is_uniform() -> None:
+    lengths = constant(100)
+    assert [lengths.residual_quantile(share) for share in (0.25, 0.5, 0.99)] == pytest.approx([25, 50, 99])

@@ -113,7 +113,9 @@ def check_feasible(plan: ClusterPlan, topology: Topology, demand: Demand) -> Non
             held[machine] += devices
     for replica in plan.replicas:
         held[replica.machine] += replica.devices
-        assert replica.latency_s <= demand.latency_steps * plan.rollout_s * (1 + 1e-6)
+        waits_s, eta = plan.sync_s + plan.reward_s, demand.max_staleness
+        rest_s = (eta + 1) * plan.step_s - plan.train_s - waits_s if eta <= 1 else (eta - 0.5) * (plan.step_s - waits_s)
+        assert replica.latency_s <= rest_s * (1 + 1e-6) + 1e-9
     for node in topology.nodes:
         assert len(set(held[node.name])) == len(held[node.name])
         assert all(0 <= index < node.devices for index in held[node.name])
