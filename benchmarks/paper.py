@@ -200,6 +200,8 @@ def improve(devices: dict[str, DeviceType], plans: dict[str, Any]) -> list[dict[
 
         cluster = paper_cluster(HEX, devices)
         cases = {f"8 H800 + 48 H20, {s}": joint(cluster, s) for s in ("blocking", "tree", "overlapped")}
+        fewer = paper_cluster("paper-h800-8-h20-24", devices)
+        cases.update({f"8 H800 + 24 H20, {s}": joint(fewer, s) for s in ("blocking", "tree", "overlapped")})
         cases["24 H800, blocking"] = joint(paper_cluster(H800_24, devices), "blocking")
         cases["24 H800, overlapped"] = joint(paper_cluster(H800_24, devices), "overlapped")
         free = joint(rentable, "overlapped", budget_usd_per_h=budget)
