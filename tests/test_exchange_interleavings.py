@@ -57,10 +57,9 @@ class World:
         version = (self.lineage, self.trained)
         self.ledger.record_version(self.trainer, self.trained, "path")
         self.live.add(version)
-        kept = self.ledger.retire_versions(self.trainer, keep_newest=self.dice.choice([1, 2]))
-        assert version in kept
-        in_use = {replica.claimed for replica in getattr(self, "replicas", []) if replica.claimed}
-        assert in_use <= kept
+        unused = self.ledger.retire_versions(self.trainer, keep_newest=self.dice.choice([1, 2]))
+        assert version not in unused
+        assert unused.isdisjoint({replica.claimed for replica in getattr(self, "replicas", [])})
 
     def take(self) -> bool:
         if self.finished or self.taken:

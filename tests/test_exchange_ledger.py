@@ -333,7 +333,7 @@ def run_two_steps(ledger: Ledger, trainer: Actor, replica: Actor) -> None:
 
 def test_resume_takes_back_what_came_after_the_checkpoint(ledger: Ledger, trainer: Actor, replica: Actor) -> None:
     run_two_steps(ledger, trainer, replica)
-    assert ledger.resume_from(RUN, 1) == 1
+    assert ledger.resume_from(RUN, 1, trainer) == 1
     assert states(ledger) == [
         (0, "consumed", None),
         (1, "consumed", None),
@@ -400,6 +400,21 @@ def test_a_scored_group_is_abandoned_by_its_newest_token(ledger: Ledger, trainer
     assert states(ledger)[:2] == [(0, "scored", None), (1, "dropped", "abandoned")]
 
 
+def test_a_resume_fences_the_trainer_of_the_old_lineage(ledger: Ledger, trainer: Actor) -> None:
+    supervisor = ledger.register(RUN, "supervisor", 0, pid=3, machine="here")
+    assert ledger.lineage_of(trainer) == 0
+    ledger.resume_from(RUN, 0, supervisor)
+    for write in (
+        lambda: ledger.lineage_of(trainer),
+        lambda: ledger.record_version(trainer, 0, "path"),
+        lambda: ledger.record_step(trainer, 0, "{}"),
+    ):
+        with pytest.raises(Fenced, match="declared dead"):
+            write()
+    ledger.heartbeat(supervisor)
+    assert ledger.lineage_of(ledger.register(RUN, "trainer", 0, pid=4, machine="here")) == 1
+
+
 def test_a_checkpoint_of_another_run_is_refused(ledger: Ledger, trainer: Actor) -> None:
     with pytest.raises(UserError, match="checkpoint is of step 5, but the ledger of run run knows 0 steps"):
         ledger.resume_from(RUN, 5)
@@ -417,12 +432,22 @@ def test_a_claimed_version_is_not_retired_and_a_retired_one_not_claimed(
     assert ledger.claim_version(replica, 0, 0)
     for number in (1, 2, 3):
         ledger.record_version(trainer, number, f"path-{number}")
-    assert ledger.retire_versions(trainer, keep_newest=1) == {(0, 0), (0, 3)}
+    assert ledger.retire_versions(trainer, keep_newest=1) == {(0, 1), (0, 2)}
     assert not ledger.claim_version(replica, 0, 2)
     load(ledger, replica, (0, 3))
     assert ledger.claimed_versions(RUN) == {(0, 3)}
-    assert ledger.retire_versions(trainer, keep_newest=1) == {(0, 3)}
+    assert ledger.retire_versions(trainer, keep_newest=1) == {(0, 0), (0, 1), (0, 2)}
     assert [row.loaded_version for row in ledger.actors(RUN)] == [(0, 3), None]
+
+
+def test_an_abandoned_version_goes_when_its_last_reader_has_left(
+    ledger: Ledger, trainer: Actor, replica: Actor
+) -> None:
+    run_two_steps(ledger, trainer, replica)
+    ledger.resume_from(RUN, 1, trainer)
+    assert ledger.retire_versions(trainer, keep_newest=2) == set()
+    ledger.fence(RUN, "replica", 0)
+    assert ledger.retire_versions(trainer, keep_newest=2) == {(0, 2)}
 
 
 def test_versions_are_recorded_once(ledger: Ledger, trainer: Actor, replica: Actor) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tasks.exchange.files import temporary_sibling
 from tasks.exchange.layout import RunDirectory
 from tasks.exchange.weights import MANIFEST, WeightsCorrupt, delete_unused, publish_weights, verify_weights
 
@@ -81,5 +82,13 @@ def test_directory_without_weights_is_not_published(run: RunDirectory) -> None:
 def test_unused_versions_and_left_overs_are_deleted(run: RunDirectory) -> None:
     paths = [publish_weights(run, 0, number, fill) for number in range(4)]
     (run.weights / ".lineage-000-version-000004.abc.tmp").mkdir()
-    assert delete_unused(run, {(0, 1), (0, 3)}) == [paths[0], paths[2]]
+    assert delete_unused(run, 0, {(0, 0), (0, 2), (0, 9)}) == [paths[0], paths[2]]
     assert sorted(run.weights.iterdir()) == [paths[1], paths[3]]
+
+
+def test_nothing_of_a_successor_is_deleted(run: RunDirectory) -> None:
+    published = publish_weights(run, 1, 0, fill)
+    unfinished = temporary_sibling(run.weights_path(1, 1))
+    unfinished.mkdir()
+    assert delete_unused(run, 0, {(0, 0)}) == []
+    assert set(run.weights.iterdir()) == {published, unfinished}

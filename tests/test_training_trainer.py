@@ -20,7 +20,7 @@ from planners.workload import Workload
 from tasks.exchange.files import write_json
 from tasks.exchange.heartbeat import Heartbeat
 from tasks.exchange.layout import RunDirectory
-from tasks.exchange.ledger import Ledger
+from tasks.exchange.ledger import Fenced, Ledger
 from tasks.exchange.trajectories import load_group, save_group
 from tasks.exchange.weights import verify_weights
 from tasks.experiment import AlgorithmSection, Experiment, RunSection
@@ -222,13 +222,51 @@ def test_a_group_past_the_bound_is_never_trained_on(settings: Settings) -> None:
     assert engine.steps == [0, 1, 2]
 
 
+def make_leader(run: RunDirectory, experiment: Experiment, ledger: Ledger, model_path: Path) -> Leader:
+    actor = ledger.register(RUN, "trainer", 0, os.getpid(), "here")
+    lineage = ledger.lineage_of(actor)
+    return Leader(run, experiment, model_path, ledger, actor, lineage, Heartbeat(ledger, actor), Tracker(None))
+
+
+def weights_of(value: float) -> dict[str, torch.Tensor]:
+    return {"weight": torch.full((2,), value)}
+
+
+def test_a_replaced_trainer_that_wakes_up_publishes_nothing(settings: Settings, tmp_path: Path) -> None:
+    experiment, model_path = Experiment(), save_tiny_model(tmp_path / "model")
+    run, ledger = make_run(settings, experiment)
+    zombie = make_leader(run, experiment, ledger, model_path)
+    zombie.publish(0, weights_of(0.0))
+    ledger.resume_from(RUN, 0)
+    successor = make_leader(run, experiment, ledger, model_path)
+    for number in (0, 1):
+        with pytest.raises(Fenced):
+            zombie.publish(number, weights_of(1.0))
+    assert list(run.weights.iterdir()) == [run.weights_path(0, 0)]
+    successor.publish(0, weights_of(2.0))
+    assert ledger.latest_version(RUN) == (1, 0)
+    assert load_file(run.weights_path(1, 0) / "model.safetensors")["weight"].tolist() == [2.0, 2.0]
+
+
+def test_only_a_recorded_version_is_taken_as_published(settings: Settings, tmp_path: Path) -> None:
+    experiment, model_path = Experiment(), save_tiny_model(tmp_path / "model")
+    run, ledger = make_run(settings, experiment)
+    leader = make_leader(run, experiment, ledger, model_path)
+    leader.publish(0, weights_of(0.0))
+    leader.publish(0, weights_of(1.0))
+    assert load_file(run.weights_path(0, 0) / "model.safetensors")["weight"].tolist() == [0.0, 0.0]
+    run.weights_path(0, 1).mkdir()
+    with pytest.raises(FileExistsError, match="published already"):
+        leader.publish(1, weights_of(1.0))
+    assert ledger.latest_version(RUN) == (0, 0)
+
+
 def test_the_message_of_a_silent_rollout_side_says_who_is_silent(settings: Settings) -> None:
     experiment = Experiment(run=RunSection(step_deadline_s=0.2, start_deadline_s=0.2))
     run, ledger = make_run(settings, experiment)
     replica = ledger.register(RUN, "replica", 0, os.getpid(), "there")
     ledger.heartbeat(replica, "starting", "loading vLLM")
-    actor = ledger.register(RUN, "trainer", 0, os.getpid(), "here")
-    leader = Leader(run, experiment, run.root, ledger, actor, Heartbeat(ledger, actor), Tracker(None))
+    leader = make_leader(run, experiment, ledger, run.root)
     with pytest.raises(
         UserError, match=r"8 are needed; replica 0 on there is starting \(loading vLLM\), last heard 0 s"
     ):

@@ -101,6 +101,11 @@ def temporary_sibling(path: Path) -> Path:
     return path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
 
 
+def target_of(temporary: Path) -> Path:
+    """The path that a temporary sibling was to become."""
+    return temporary.with_name(temporary.name[1:].rsplit(".", 2)[0])
+
+
 def is_temporary(path: Path) -> bool:
     """Whether `path` is the unfinished work of a writer, alive or dead."""
     return path.name.startswith(".") and path.name.endswith(".tmp")

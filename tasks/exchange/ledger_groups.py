@@ -8,15 +8,15 @@ any new prompt.
 
 from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, and_, case, delete, exists, func, insert, or_, select, update
+from sqlalchemy import ColumnElement, Connection, and_, case, delete, exists, func, insert, not_, or_, select, update
 
 from planners.errors import UserError
 from planners.staleness import choose_groups, may_lease
 from tasks.exchange.database import Database, now_s
-from tasks.exchange.fence import require_active, rows_of, run_of
+from tasks.exchange.fence import ACTIVE, require_active, rows_of, run_of
 from tasks.exchange.ledger_weights import newest_possible_version, usable_version
 from tasks.exchange.rows import Actor, GroupRow, Lease, RunRow, columns_of
-from tasks.exchange.schema import evaluations, groups, policy_versions, prompts, runs, steps, weight_claims
+from tasks.exchange.schema import actors, evaluations, groups, policy_versions, prompts, runs, steps, weight_claims
 from tasks.exchange.trajectories import Outcome
 
 ABANDONED = "abandoned"
@@ -167,16 +167,17 @@ class Groups(Database):
     def resume_from(self, run_id: str, step: int, actor: Actor | None = None) -> int:
         """Go back to the checkpoint of `step`, the next step to train, in a new lineage; one transaction.
 
-        Versions above `step` are abandoned; groups consumed at `step` or later go back to scored; groups that have, or
-        while leased may have, a token of an abandoned version are dropped and leased again. The trainer then publishes
-        version `step` in the new lineage, for the files of the old one may be gone. A trainer that died between its
-        checkpoint and `record_step` left its last step unrecorded: the step gets its row here, without metrics.
+        The trainer of the old lineage is fenced; versions above `step` are abandoned; groups consumed at `step` or
+        later go back to scored; groups that have, or while leased may have, a token of an abandoned version are dropped
+        and leased again. The trainer then publishes version `step` in the new lineage, for the files of the old one may
+        be gone. A trainer that died between its checkpoint and `record_step` left its last step unrecorded: the step
+        gets its row here, without metrics.
 
         Args:
             run_id: the run.
             step: steps behind the checkpoint.
-            actor: the trainer or supervisor that decides it, whose fence is checked; None for a person, who does
-                so only while no actor is alive.
+            actor: the supervisor or trainer that decides it, whose fence is checked; None for a person. A trainer that
+                decides it goes on in the new lineage.
 
         Returns:
             The new lineage.
@@ -196,6 +197,7 @@ class Groups(Database):
                     "not belong together. Resume from a checkpoint of this ledger."
                 )
             connection.execute(update(runs).where(runs.c.run_id == run_id).values(lineage=run.lineage + 1))
+            _fence_trainers(connection, run_id, keep=actor)
             connection.execute(
                 update(policy_versions)
                 .where(policy_versions.c.run_id == run_id, policy_versions.c.number > step)
@@ -248,6 +250,14 @@ def drop_groups(connection: Connection, run_id: str, condition: ColumnElement[bo
     )
     dropped = {"state": "dropped", "drop_reason": reason, "step": None, "place": None}
     connection.execute(update(groups).where(doomed).values(**dropped))
+
+
+def _fence_trainers(connection: Connection, run_id: str, keep: Actor | None) -> None:
+    """A trainer that only looked dead must not write its weights into the new lineage when it wakes up."""
+    trainers = and_(actors.c.run_id == run_id, actors.c.role == "trainer", actors.c.state.in_(ACTIVE))
+    if keep is not None:
+        trainers = and_(trainers, not_(and_(*rows_of(keep, actors))))
+    connection.execute(update(actors).where(trainers).values(state="fenced"))
 
 
 def _record_last_step(connection: Connection, run: RunRow, step: int) -> None:

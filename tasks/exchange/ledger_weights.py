@@ -28,6 +28,21 @@ class Weights(Database):
                 values = {"run_id": actor.run_id, "lineage": lineage, "number": number, "state": "live"}
                 connection.execute(insert(policy_versions).values(**values, path=str(path), created_s=now_s()))
 
+    def lineage_of(self, actor: Actor) -> int:
+        """The lineage that a trainer works in, for as long as it is current: a resume fences it.
+
+        Raises:
+            Fenced: this trainer is no longer current.
+        """
+        with self.read() as connection:
+            require_active(connection, actor)
+            return run_of(connection, actor.run_id).lineage
+
+    def has_version(self, run_id: str, lineage: int, number: int) -> bool:
+        """Whether this version was ever recorded."""
+        with self.read() as connection:
+            return _state_of(connection, run_id, lineage, number) is not None
+
     def latest_version(self, run_id: str) -> tuple[int, int] | None:
         """(lineage, number) of the newest live version, or None before there is one."""
         with self.read() as connection:
@@ -76,7 +91,8 @@ class Weights(Database):
         """Retire all live versions except the newest `keep_newest` and the claimed ones.
 
         Returns:
-            The versions whose files must stay, for `weights.delete_unused`; nobody can claim another one from now on.
+            The retired and abandoned versions that nobody claims, for `weights.delete_unused`: nobody can claim them
+            any more, so their files may go however late the caller deletes them.
 
         Raises:
             Fenced: this trainer is no longer current.
@@ -86,8 +102,8 @@ class Weights(Database):
         with self.write(actor.run_id) as connection:
             require_active(connection, actor)
             live = live_versions(connection, actor.run_id)
-            keep = _claimed(connection, actor.run_id) | set(live[:keep_newest])
-            for lineage, number in set(live) - keep:
+            claimed = _claimed(connection, actor.run_id)
+            for lineage, number in set(live[keep_newest:]) - claimed:
                 connection.execute(
                     update(policy_versions)
                     .where(
@@ -97,7 +113,12 @@ class Weights(Database):
                     )
                     .values(state="retired")
                 )
-        return keep
+            over = connection.execute(
+                select(policy_versions.c.lineage, policy_versions.c.number).where(
+                    policy_versions.c.run_id == actor.run_id, policy_versions.c.state != "live"
+                )
+            )
+            return {(row.lineage, row.number) for row in over} - claimed
 
 
 def live_versions(connection: Connection, run_id: str) -> list[tuple[int, int]]:

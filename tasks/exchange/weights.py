@@ -2,15 +2,17 @@
 
 A version directory is in Hugging Face layout, safetensors only. The manifest is written last and the directory gets its
 name after everything in it is on the disk, so a version that can be seen is whole. A (lineage, number) is never used
-twice. The ledger says which versions exist; a directory that it does not know is left over from a killed publisher.
+twice. The ledger says which versions exist; a directory that it does not know is left over from a publisher that was
+killed before it could record it, in a lineage that is over.
 """
 
 import hashlib
 import json
+import shutil
 from collections.abc import Callable, Collection
 from pathlib import Path
 
-from tasks.exchange.files import is_temporary, publish_directory, remove_directory, write_json
+from tasks.exchange.files import is_temporary, publish_directory, remove_directory, target_of, write_json
 from tasks.exchange.layout import RunDirectory, version_of
 
 MANIFEST = "manifest.json"
@@ -75,22 +77,28 @@ def verify_weights(path: Path) -> None:
             raise WeightsCorrupt(f"{path / name} differs in size or checksum from the manifest")
 
 
-def delete_unused(run: RunDirectory, keep: Collection[tuple[int, int]]) -> list[Path]:
-    """Delete the directories of all versions except `keep`, and what killed publishers left behind.
+def delete_unused(run: RunDirectory, lineage: int, unused: Collection[tuple[int, int]]) -> list[Path]:
+    """Delete the directories of the versions `unused`, and what killed publishers left behind.
 
-    Only the trainer calls this, between publications, with the set that `Ledger.retire_versions` returned: from then on
-    no replica can claim a version outside it.
+    Only the trainer calls this, between publications. If it is replaced meanwhile, nothing of its successor goes.
+
+    Args:
+        run: the run's directory.
+        lineage: the trainer's lineage; unfinished directories of this one and earlier ones go.
+        unused: what `Ledger.retire_versions` returned.
 
     Returns:
         The directories of the versions deleted.
     """
     deleted = []
     for path in sorted(run.weights.iterdir()):
-        version = version_of(path)
-        if (version is not None and version not in keep) or is_temporary(path):
+        if is_temporary(path):
+            unfinished = version_of(target_of(path))
+            if unfinished is not None and unfinished[0] <= lineage:
+                shutil.rmtree(path)
+        elif version_of(path) in unused:
             remove_directory(path)
-            if version is not None:
-                deleted.append(path)
+            deleted.append(path)
     return deleted
 
 

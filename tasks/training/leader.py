@@ -48,23 +48,19 @@ _COPIED = (
 
 @dataclass(frozen=True)
 class Leader:
-    """The trainer as the rest of the run sees it."""
+    """The trainer as the rest of the run sees it.
+
+    `lineage` is the one it registered in: a resume starts another trainer, and this one may not know of it yet.
+    """
 
     run: RunDirectory
     experiment: Experiment
     model_path: Path
     ledger: Ledger
     actor: Actor
+    lineage: int
     heartbeat: Heartbeat
     tracker: Tracker
-
-    @property
-    def lineage(self) -> int:
-        """The lineage that this trainer works in; it stays, because a resume starts another trainer."""
-        row = self.ledger.find_run(run_id=self.actor.run_id)
-        if row is None:
-            raise UserError(f"The ledger knows no run {self.actor.run_id}: `hexflow runs` lists those it knows.")
-        return row.lineage
 
     def confirm(self) -> None:
         """Raise Fenced if another trainer has taken over."""
@@ -91,14 +87,22 @@ class Leader:
         return rows, wait_s
 
     def publish(self, number: int, weights: dict[str, Tensor]) -> None:
-        """Publish policy version `number` unless it is there, announce it, and delete what nobody needs."""
-        lineage = self.lineage
-        path = self.run.weights_path(lineage, number)
-        if not path.exists():
-            publish_weights(self.run, lineage, number, lambda directory: self._fill(directory, weights))
-        self.ledger.record_version(self.actor, number, str(path))
-        keep = self.ledger.retire_versions(self.actor, self.experiment.storage.keep_versions)
-        delete_unused(self.run, keep)
+        """Publish policy version `number` unless it is recorded, announce it, and delete what nobody needs.
+
+        Raises:
+            Fenced: another trainer has taken over; nothing was published.
+            FileExistsError: there are files under the version's name that the ledger does not know.
+        """
+
+        def fill(directory: Path) -> None:
+            self._fill(directory, weights)
+            self.confirm()
+
+        if not self.ledger.has_version(self.actor.run_id, self.lineage, number):
+            path = publish_weights(self.run, self.lineage, number, fill)
+            self.ledger.record_version(self.actor, number, str(path))
+        unused = self.ledger.retire_versions(self.actor, self.experiment.storage.keep_versions)
+        delete_unused(self.run, self.lineage, unused)
 
     def require_newest(self, step: int) -> None:
         """Refuse to train `step` while the run is further.

@@ -169,6 +169,7 @@ def lead(args: argparse.Namespace, experiment: Experiment) -> None:
     """Train as rank 0: take the trainer's place in the ledger, and say there and in MLflow how it ended."""
     ledger = Ledger(args.ledger_url)
     actor = ledger.register(args.run, "trainer", 0, os.getpid(), args.machine)
+    lineage = ledger.lineage_of(actor)
     heartbeat = Heartbeat(ledger, actor).start()
     heartbeat.report("starting", "loading the model")
     tracker = Tracker.child(
@@ -177,7 +178,7 @@ def lead(args: argparse.Namespace, experiment: Experiment) -> None:
         "trainer",
         {"hexflow.role": "trainer", "hexflow.slot": "0", "hexflow.attempt": str(actor.attempt)},
     )
-    leader = Leader(RunDirectory(args.run_dir), experiment, args.model_path, ledger, actor, heartbeat, tracker)
+    leader = Leader(RunDirectory(args.run_dir), experiment, args.model_path, ledger, actor, lineage, heartbeat, tracker)
     leave_on_sigterm(leader)
     try:
         train(args, experiment, leader)
