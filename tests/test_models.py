@@ -1,6 +1,9 @@
 """Prepared models: complete or absent, checked each time, made once by many; a user's directory is refused clearly."""
 
 import json
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -244,6 +247,24 @@ def test_tiny_random_is_the_same_on_every_machine_and_loads(private: Settings, t
     text = "07 say a\n\x00 é 日本 {}  "
     assert len(tokenizer.encode(text)) == len(text.encode())
     assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_making_a_model_leaves_the_terminal_clean(private: Settings) -> None:
+    """In a process of its own: what is imported once warns once."""
+    code = (
+        "from tasks.models import prepare_model\nfrom tasks.settings import load_settings\n"
+        "from tasks.experiment import ModelSection\nprepare_model(ModelSection(source='tiny-random'), load_settings())"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={name: value for name, value in os.environ.items() if name not in ("DS_ACCELERATOR", "TQDM_DISABLE")}
+        | private.environment(),
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=True,
+    )
+    assert (done.stdout, done.stderr) == ("", "")
 
 
 def test_tiny_random_in_bfloat16(private: Settings) -> None:
