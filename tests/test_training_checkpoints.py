@@ -85,11 +85,15 @@ def test_old_abandoned_and_unfinished_checkpoints_go(run: RunDirectory) -> None:
     assert not unfinished.exists()
 
 
-def test_a_checkpoint_that_cannot_be_continued_is_named(run: RunDirectory) -> None:
+def test_a_checkpoint_that_cannot_be_continued_is_named(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine(AlgorithmSection())
     with pytest.raises(UserError, match=r"no checkpoint of step 4; it has \[\]"):
         load_checkpoint(run, 4, engine, one_rank())
     save_checkpoint(run, 4, 0, engine, one_rank(), confirm)
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.deepspeed, "load_checkpoint", lambda *_, **__: (None, None))
+        with pytest.raises(UserError, match="has no state to continue from"):
+            load_checkpoint(run, 4, engine, one_rank())
     description = run.checkpoint_path(4) / "checkpoint.json"
     description.write_text(description.read_text().replace('"ranks": 1', '"ranks": 2'))
     with pytest.raises(UserError, match="written by 2 ranks and cannot be continued with 1"):

@@ -15,6 +15,7 @@ import deepspeed
 import torch
 from torch import Tensor
 
+from planners.errors import UserError
 from tasks.experiment import AlgorithmSection
 from tasks.training.losses import PEAK_NAMES, SUM_NAMES, has_gradient, loss_metrics, policy_loss
 from tasks.training.packing import MicroBatch, TrainingGroup, deal, pack
@@ -120,8 +121,17 @@ class Engine:
         random_state_path.write_text(json.dumps(random_state()))
 
     def load(self, directory: Path, random_state_path: Path) -> None:
-        """Continue from what `save` wrote; every rank must call it."""
-        self.deepspeed.load_checkpoint(str(directory), tag=_TAG)
+        """Continue from what `save` wrote; every rank must call it.
+
+        Raises:
+            UserError: DeepSpeed found no state to continue from.
+        """
+        loaded, _ = self.deepspeed.load_checkpoint(str(directory), tag=_TAG)
+        if loaded is None:
+            raise UserError(
+                f"The checkpoint {directory} has no state to continue from: delete it and resume the run, which then "
+                "goes back to the checkpoint before it."
+            )
         set_random_state(json.loads(random_state_path.read_text()))
 
     def _hand(self, groups: Sequence[TrainingGroup]) -> list[MicroBatch]:
