@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tasks.processes import group_alive
+from tasks.processes import end_sessions, group_alive
 from tasks.training import launch
 from tasks.training.launch import RankFailed, run_ranks
 
@@ -39,6 +39,19 @@ def test_a_failing_rank_ends_the_others(logs: list[Path]) -> None:
     with pytest.raises(RankFailed, match=r"(?s)rank 1 of the trainer ended with status 1.*out of luck"):
         ranks(script, logs)
     assert not any(group_alive(pid_in(log)) for log in logs)
+
+
+def test_ranks_are_told_to_end_together(logs: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[list[int]] = []
+
+    def end(leaders: list[int]) -> None:
+        told.append(leaders)
+        end_sessions(leaders)
+
+    monkeypatch.setattr(launch, "end_sessions", end)
+    with pytest.raises(RankFailed, match="rank 1 of the trainer ended"):
+        ranks("time.sleep(60 * (1 - rank)); sys.exit(rank)", logs)
+    assert told == [[pid_in(log) for log in logs]]
 
 
 def test_a_rank_that_stays_behind_is_ended(logs: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from planners.plan import Placement
 from tasks.exchange.layout import RunDirectory
-from tasks.processes import ProcessGroup, device_environment
+from tasks.processes import ProcessGroup, device_environment, end_sessions
 from tasks.settings import load_settings
 
 _POLL_S = 0.2
@@ -64,8 +64,16 @@ def run_ranks(argv: list[str], env: dict[str, str], logs: Sequence[Path]) -> Non
             ranks.append(ProcessGroup.start(argv, {**env, **meeting, "RANK": str(rank), "LOCAL_RANK": str(rank)}, log))
         _wait_for_all(ranks)
     finally:
+        _end_all(ranks)
+
+
+def _end_all(ranks: Sequence[ProcessGroup]) -> None:
+    """End all ranks at once: they share one grace, and those that wait for each other can still leave in order."""
+    try:
+        end_sessions([process.pid for process in ranks])
+    finally:
         for process in ranks:
-            process.stop()
+            process.poll()
 
 
 def _wait_for_all(ranks: Sequence[ProcessGroup]) -> None:
