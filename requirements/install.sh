@@ -88,8 +88,14 @@ fi
 
 python=$(find_python)
 headers=$("$python" -c 'import sysconfig; print(sysconfig.get_path("include"))')
-command -v gcc >/dev/null || fail "no C compiler: install gcc and g++ (Debian: apt-get install g++)."
-[[ -e $headers/Python.h ]] || fail "no $headers/Python.h: install Python's headers (Debian: apt-get install python3-dev)."
+missing=()
+command -v gcc >/dev/null && command -v g++ >/dev/null || missing+=(g++)
+[[ -e $headers/Python.h ]] || missing+=(python3-dev)
+[[ $stack == cuda ]] || "$python" -c 'import ctypes.util, sys; sys.exit(not ctypes.util.find_library("numa"))' ||
+    missing+=(libnuma1)
+((${#missing[@]} == 0)) ||
+    fail "vLLM and torch need a C++ compiler, Python's headers ($headers) and, on CPUs, libnuma; install what is missing" \
+        "(Debian: apt-get install ${missing[*]})."
 if [[ -e .venv/hexflow-unfinished ]]; then
     echo "hexflow: an earlier install was interrupted, starting again"
     rm -rf .venv
