@@ -1,14 +1,12 @@
 """How fast one device trains and publishes, measured through the training step that a run makes."""
 
 import os
-import shutil
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 
 from planners.workload import Workload
 from tasks.exchange.layout import RunDirectory
@@ -17,6 +15,7 @@ from tasks.exchange.weights import publish_weights, verify_weights
 from tasks.experiment import Experiment
 from tasks.profiling.hardware import finish
 from tasks.training.engine import Engine
+from tasks.training.export import write_weights
 from tasks.training.packing import TrainingGroup
 from tasks.training.policy import load_policy
 from tasks.training.ranks import join_ranks
@@ -82,12 +81,7 @@ def _measure_publication(engine: Engine, dtype: torch.dtype, model_path: Path, s
     run = RunDirectory(scratch)
     started = time.perf_counter()
     weights = engine.state_dict(dtype)
-
-    def fill(directory: Path) -> None:
-        shutil.copyfile(model_path / "config.json", directory / "config.json")
-        save_file(weights, directory / "model.safetensors")
-
-    path = publish_weights(run, 0, 1, fill)
+    path = publish_weights(run, 0, 1, lambda directory: write_weights(directory, model_path, weights))
     published = time.perf_counter()
     verify_weights(path)
     return published - started, time.perf_counter() - published

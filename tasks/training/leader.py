@@ -8,7 +8,6 @@ import contextlib
 import json
 import math
 import os
-import shutil
 import signal
 import socket
 import threading
@@ -17,7 +16,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from safetensors.torch import save_file
 from torch import Tensor
 
 from planners.errors import UserError
@@ -29,21 +27,11 @@ from tasks.exchange.weights import delete_unused, publish_weights
 from tasks.experiment import Experiment
 from tasks.tracking import Tracker
 from tasks.training.checkpoints import checkpoint_steps
+from tasks.training.export import write_weights
 
 _POLL_S = 0.1
 _GOODBYE_S = 1.0  # longest time that telling MLflow holds up a process that was told to end
 _SIGTERM_STATUS = 128 + signal.SIGTERM
-_COPIED = (
-    "config.json",
-    "generation_config.json",
-    "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab*",
-    "merges.txt",
-    "chat_template*",
-)
-"""Files of the model directory that every version carries besides its weights."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +83,7 @@ class Leader:
         """
 
         def fill(directory: Path) -> None:
-            self._fill(directory, weights)
+            write_weights(directory, self.model_path, weights)
             self.confirm()
 
         if not self.ledger.has_version(self.actor.run_id, self.lineage, number):
@@ -129,12 +117,6 @@ class Leader:
         finite["nonfinite/metrics"] = float(len(metrics) - len(finite))
         self.ledger.record_step(self.actor, step, json.dumps(finite))
         self.tracker.log(metrics, step)
-
-    def _fill(self, directory: Path, weights: dict[str, Tensor]) -> None:
-        for pattern in _COPIED:
-            for file in sorted(self.model_path.glob(pattern)):
-                shutil.copyfile(file, directory / file.name)
-        save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
 
     def _describe_silence(self, step: int, deadline_s: float) -> str:
         progress = self.ledger.progress(self.actor.run_id)

@@ -1,0 +1,27 @@
+"""A published version is a whole Hugging Face directory."""
+
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from tasks.exchange.layout import RunDirectory
+from tasks.exchange.weights import publish_weights, verify_weights
+from tasks.experiment import AlgorithmSection
+from tasks.training.export import write_weights
+from tests.training_support import make_engine, parameters_of, save_tiny_model
+
+
+def test_exported_weights_load_with_their_tokenizer_and_without_the_old_weights(tmp_path: Path) -> None:
+    model_path = save_tiny_model(tmp_path / "model")
+    (model_path / "tokenizer.json").write_text("{}")
+    (model_path / "README.md").write_text("not part of a version")
+    weights = parameters_of(make_engine(AlgorithmSection(), seed=1))
+    run = RunDirectory(tmp_path / "run")
+    path = publish_weights(run, 0, 1, lambda directory: write_weights(directory, model_path, weights))
+    verify_weights(path)
+    assert {"config.json", "tokenizer.json", "model.safetensors"} <= {file.name for file in path.iterdir()}
+    assert not (path / "README.md").exists()
+    loaded = dict(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).named_parameters())
+    assert loaded.keys() == weights.keys()
+    assert all(torch.equal(loaded[name], value) for name, value in weights.items())
