@@ -1,5 +1,6 @@
 """The stack's processes and what is remembered of them: one state file; a process is known by pid and start time."""
 
+import hashlib
 import json
 import os
 import socket
@@ -115,6 +116,12 @@ def mlflow_server_argv(settings: Settings, port: int) -> list[str]:
         *("--backend-store-uri", f"sqlite:///{settings.home / 'mlflow.db'}"),
         *("--artifacts-destination", str(settings.home / "artifacts")),
     ]
+
+
+def worker_code() -> str:
+    """Changes with what a worker runs and the variables it is given; flow runs import their code anew each time."""
+    sources = [Path(__file__), Path(__file__).with_name("worker.py")]
+    return hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()[:12]
 
 
 def worker_argv(pool: str, queue: str) -> list[str]:

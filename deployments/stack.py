@@ -183,6 +183,7 @@ def _wanted_state(settings: Settings, machine: Machine) -> StackState:
         "ledger": settings.ledger_url,
         "Prefect server": named[PREFECT] or "own",
         "MLflow server": named[MLFLOW] or "own",
+        "worker code": servers.worker_code(),
     }
     alive = known.alive() if known else {}
     if known and alive and (changed := [key for key in identity if identity[key] != known.identity.get(key)]):

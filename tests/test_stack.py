@@ -21,6 +21,7 @@ from deployments.servers import Member, StackState
 from deployments.versions import differences, local_versions
 from deployments.worker import wait_for_setup
 from planners.errors import UserError
+from tasks.discovery import discover_machine
 from tasks.processes import end_sessions
 from tasks.settings import Settings
 
@@ -131,6 +132,18 @@ def test_up_refuses_a_stack_of_other_devices(
     known = state_with(sleeper, **local_versions(), machine="elsewhere")
     servers.save_state(settings, known)
     with pytest.raises(UserError, match=r"another machine.*elsewhere.*hexflow down"):
+        stack.up(settings, lambda _: None)
+
+
+def test_up_refuses_workers_of_older_code(settings: Settings, sleeper: Member) -> None:
+    """As `git pull` leaves them."""
+    state = stack._wanted_state(settings, discover_machine())
+    state.members = {"worker-cpu": sleeper}
+    servers.save_state(settings, state)
+    assert stack._wanted_state(settings, discover_machine()).members == state.members
+    state.identity["worker code"] = "older"
+    servers.save_state(settings, state)
+    with pytest.raises(UserError, match=r"another worker code runs \(older, .*hexflow down"):
         stack.up(settings, lambda _: None)
 
 
