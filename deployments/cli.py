@@ -4,6 +4,7 @@ import errno
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -21,6 +22,26 @@ FAILED, BAD_INPUT, CANCELLED = 1, 2, 130
 EXIT_STATUS = {"COMPLETED": 0, "FAILED": FAILED, "CRASHED": FAILED}
 """Exit status by the flow run's last state; any other means that it was cancelled, or left to that."""
 
+
+class PlanMode(StrEnum):
+    """How a cluster is planned; see `planners.make.make_plan`."""
+
+    JOINT = "joint"
+    TWO_PHASE = "two-phase"
+    HOMOGENEOUS = "homogeneous"
+    UNIFORM = "uniform"
+    EXHAUSTIVE = "exhaustive"
+
+
+class SyncChoice(StrEnum):
+    """How weights reach the replicas; all but storage are what-if."""
+
+    STORAGE = "storage"
+    BLOCKING = "blocking"
+    TREE = "tree"
+    OVERLAPPED = "overlapped"
+
+
 app = typer.Typer(
     help="Asynchronous reinforcement learning of language models, planned and run on this machine's devices.",
     no_args_is_help=True,
@@ -29,6 +50,7 @@ app = typer.Typer(
 )
 
 ExperimentFile = Annotated[Path, typer.Argument(help="Experiment file, YAML.", show_default=False)]
+JsonFile = Annotated[Path | None, typer.Option(help="File to write the result to.")]
 Overrides = Annotated[
     list[str] | None, typer.Argument(help="Values to change, as in algorithm.lr=1e-6.", show_default=False)
 ]
@@ -128,22 +150,62 @@ def resume(run: Annotated[str, typer.Argument(help="Run id, as `hexflow runs` sh
 
 
 @app.command()
-def plan(experiment: ExperimentFile, overrides: Overrides = None) -> None:
-    """Show which devices would generate and which would train, and the predicted step time."""
-    from rich.markdown import Markdown
+def plan(
+    experiment: ExperimentFile,
+    overrides: Overrides = None,
+    cluster: Annotated[Path | None, typer.Option(help="Cluster file, YAML; empty: this machine.")] = None,
+    mode: Annotated[PlanMode, typer.Option(help="How to plan a cluster.")] = PlanMode.JOINT,
+    budget: Annotated[float | None, typer.Option(help="Rent at most this much, USD per hour.")] = None,
+    target: Annotated[float | None, typer.Option(help="Rent for this many response tokens/s, cheaply.")] = None,
+    sync: Annotated[SyncChoice, typer.Option(help="How weights reach replicas.")] = SyncChoice.STORAGE,
+    what_if: Annotated[bool, typer.Option(help="Allow layouts and sync modes that do not run yet.")] = False,
+    json: JsonFile = None,
+) -> None:
+    """Show which devices would generate and which would train, and the predicted step time.
 
-    from deployments.api import PrefectApi
+    Without --cluster this machine is measured and planned for; with it, the described machines, from a cost model.
+    """
     from tasks.experiment import load_experiment
 
     resolved = load_experiment(experiment, overrides)
     settings, console = _settings(), _console()
+    if cluster is None:
+        if json is not None or budget is not None or target is not None:
+            raise UserError("--json, --budget and --target are for a cluster: name one with --cluster.")
+        _plan_here(settings, resolved.model_dump(mode="json"), console)
+        return
+    from deployments.cluster_plan import plan_cluster
+
+    how = {"mode": mode.value, "what_if": what_if, "sync_mode": sync.value}
+    how |= {"budget_usd_per_h": budget, "target_tokens_per_s": target}
+    plan_cluster(resolved, cluster, settings, console, json, **how)
+
+
+def _plan_here(settings: "Settings", experiment: dict[str, Any], console: "Console") -> None:
+    from rich.markdown import Markdown
+
+    from deployments.api import PrefectApi
+
     api = PrefectApi(_bring_up(settings, console).prefect_url)
-    flow_run_id = api.create_flow_run("plan/plan", {"experiment": resolved.model_dump(mode="json")})
+    flow_run_id = api.create_flow_run("plan/plan", {"experiment": experiment})
     with _started():
         state = _follow(settings, api, flow_run_id, console)
         for text in api.markdown_artifacts(flow_run_id):
             console.print(Markdown(text))
     _leave(state, console)
+
+
+@app.command()
+def simulate(
+    plan: Annotated[Path, typer.Argument(help="Plan file that `hexflow plan --cluster … --json` wrote.")],
+    steps: Annotated[int, typer.Option(min=1, help="Training steps.")] = 30,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of answer lengths.")] = 0,
+    json: JsonFile = None,
+) -> None:
+    """Run a plan through an event-driven simulator: throughput, waits, staleness and a Gantt chart."""
+    from deployments.cluster_plan import simulate_plan
+
+    simulate_plan(plan, _console(), json, steps=steps, seed=seed)
 
 
 @app.command()
