@@ -1,7 +1,9 @@
 """A run that is resumed from a checkpoint is the run that was never interrupted, bit for bit."""
 
 import random
+import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -72,6 +74,22 @@ def test_a_replaced_trainer_leaves_no_checkpoint(run: RunDirectory) -> None:
         save_checkpoint(run, 1, 0, make_engine(AlgorithmSection()), one_rank(), replaced)
     assert list(run.checkpoints.iterdir()) == []
     assert latest_checkpoint(run) is None
+
+
+@pytest.mark.parametrize(("free_bytes", "error"), [(4096, UserError), (1 << 40, RuntimeError)])
+def test_a_full_disk_is_told_apart_from_other_failures(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch, free_bytes: int, error: type[Exception]
+) -> None:
+    engine = make_engine(AlgorithmSection())
+
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 576 vs 534")
+
+    monkeypatch.setattr(engine.deepspeed, "save_checkpoint", fail)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=free_bytes))
+    with pytest.raises(error, match="No space left on device" if error is UserError else "enforce fail"):
+        save_checkpoint(run, 1, 0, engine, one_rank(), confirm)
+    assert list(run.checkpoints.iterdir()) == []
 
 
 def test_old_abandoned_and_unfinished_checkpoints_go(run: RunDirectory) -> None:

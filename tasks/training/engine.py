@@ -4,8 +4,11 @@ The gradient equals that of the token-mean loss over the whole minibatch, howeve
 dealt to ranks.
 """
 
+import errno
 import json
 import math
+import os
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +27,7 @@ from tasks.training.randomness import random_state, set_random_state
 from tasks.training.ranks import Ranks
 
 _TAG = "state"  # DeepSpeed's subdirectory of a checkpoint
+_FULL_BYTES = 1 << 20  # a disk with no more than this free is full
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,8 +120,18 @@ class Engine:
         return weights
 
     def save(self, directory: Path, random_state_path: Path) -> None:
-        """Write model, optimiser and this rank's random generators; every rank must call it."""
-        self.deepspeed.save_checkpoint(str(directory), tag=_TAG, save_latest=False)
+        """Write model, optimiser and this rank's random generators; every rank must call it.
+
+        Raises:
+            OSError: the disk refused, for example because it is full.
+        """
+        try:
+            self.deepspeed.save_checkpoint(str(directory), tag=_TAG, save_latest=False)
+        except RuntimeError as error:
+            # torch.save reports a full disk as a broken file, and leaves that file, so the disk is still full.
+            if shutil.disk_usage(directory).free > _FULL_BYTES:
+                raise
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(directory)) from error
         random_state_path.write_text(json.dumps(random_state()))
 
     def load(self, directory: Path, random_state_path: Path) -> None:

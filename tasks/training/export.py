@@ -1,11 +1,14 @@
 """Weights as a directory in Hugging Face layout, for any engine to load."""
 
+import re
 import shutil
 from pathlib import Path
 
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+_OS_ERROR = re.compile(r"\(os error (\d+)\)")
 _COPIED = (
     "config.json",
     "generation_config.json",
@@ -26,8 +29,18 @@ def write_weights(directory: Path, model_path: Path, weights: dict[str, Tensor])
         directory: existing directory to write into.
         model_path: the prepared model.
         weights: contiguous CPU tensors.
+
+    Raises:
+        OSError: the disk refused, for example because it is full.
     """
     for pattern in _COPIED:
         for file in sorted(model_path.glob(pattern)):
             shutil.copyfile(file, directory / file.name)
-    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    try:
+        save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    except SafetensorError as error:
+        # safetensors removes what it has written and tells the cause in its text only.
+        code = _OS_ERROR.search(str(error))
+        if code is None:
+            raise
+        raise OSError(int(code[1]), str(error)) from error
