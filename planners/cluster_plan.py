@@ -9,6 +9,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from planners.columns import Problem
+from planners.demand import Demand
 from planners.errors import UserError
 from planners.memory import Memory, serving_memory
 from planners.placement import Placed
@@ -107,6 +108,7 @@ class ClusterPlan(_Part):
     sync_mode: SyncMode
     reward_s: float
     usd_per_h: float = Field(description="Price of the devices used.")
+    price_bound_usd_per_h: float | None = Field(description="With a target: nothing cheaper reaches it.")
     usd_per_million_tokens: float
     upper_bound_tokens_per_s: float = Field(description="No plan of the listed layouts is faster under these costs.")
     gap: float = Field(description="(bound − throughput)/bound.")
@@ -127,7 +129,14 @@ BOUND_HOLDS = "within the listed layouts, the chosen sync mode and this cost mod
 
 
 def build_plan(
-    problem: Problem, placed: Placed, *, mode: str, bound_step_s: float, solver_step_s: float, solve_s: float
+    problem: Problem,
+    placed: Placed,
+    *,
+    mode: str,
+    bound_step_s: float,
+    solver_step_s: float,
+    solve_s: float,
+    price_bound_usd_per_h: float | None = None,
 ) -> ClusterPlan:
     """Assemble the plan of a placement."""
     demand, topology = problem.demand, problem.topology
@@ -154,6 +163,7 @@ def build_plan(
         sync_mode=problem.sync_mode,
         reward_s=demand.reward_s,
         usd_per_h=price,
+        price_bound_usd_per_h=price_bound_usd_per_h,
         usd_per_million_tokens=price / 3600 / throughput * 1e6,
         upper_bound_tokens_per_s=upper,
         gap=max(0.0, 1 - throughput / upper),
@@ -172,13 +182,17 @@ def build_plan(
             )
             for c in columns
         },
-        demand=DemandPlan(
-            prompts_per_step=demand.prompts_per_step,
-            group_size=demand.group_size,
-            max_staleness=demand.max_staleness,
-            prompt_tokens=demand.prompt.mean,
-            response_points=demand.response.points,
-        ),
+        demand=_demand(demand),
+    )
+
+
+def _demand(demand: Demand) -> DemandPlan:
+    return DemandPlan(
+        prompts_per_step=demand.prompts_per_step,
+        group_size=demand.group_size,
+        max_staleness=demand.max_staleness,
+        prompt_tokens=demand.prompt.mean,
+        response_points=demand.response.points,
     )
 
 

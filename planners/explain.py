@@ -56,6 +56,8 @@ def _certainty(plan: ClusterPlan) -> str:
         return f"The best there is, {plan.bound_holds}: every assignment was tried."
     if plan.mode != "joint":
         return f"Mode {plan.mode} proves no bound."
+    if plan.price_bound_usd_per_h is not None:
+        return f"Nothing below {plan.price_bound_usd_per_h:.2f} USD/h reaches the target, {plan.bound_holds}."
     return f"At most {plan.gap:.2%} below the best there is, {plan.bound_holds}."
 
 

@@ -39,6 +39,7 @@ from planners.sync import storage_s
 TANGENT_RATIO = 1.04
 TIGHT = 1e-5
 SLACK = 1e-5
+TIDY_USD_PER_H = 1e-6  # a replica's price beside its devices': of equally cheap plans the one with fewer
 ROUNDS = 12
 
 
@@ -100,7 +101,7 @@ class _Program:
         if self.wish.target_step_s is None:
             self.program += self.step
         else:
-            self.program += self.price + 1e-6 * sum_(self.y)
+            self.program += self.price + TIDY_USD_PER_H * sum_(self.y)
             self.program += self.step <= self.wish.target_step_s
         if self.wish.budget_usd_per_h is not None:
             self.program += self.price <= self.wish.budget_usd_per_h

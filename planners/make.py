@@ -2,13 +2,14 @@
 
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Literal
 
 from planners.cluster_plan import ClusterPlan, build_plan
 from planners.columns import Problem, RolloutColumn, TrainingColumn, rollout_columns, training_columns
 from planners.demand import Demand
 from planners.errors import UserError
-from planners.joint import Choice, Wish, solve_joint
+from planners.joint import TIDY_USD_PER_H, Choice, Wish, solve_joint
 from planners.model import Model
 from planners.placement import Placed, place, with_real_step
 from planners.profile import DeviceProfile
@@ -61,29 +62,39 @@ def make_plan(
     if mode == "two-phase":
         from planners.two_phase import plan_two_phase
 
-        placed, bound_s, solver_s = plan_two_phase(problem, partition, exclude_training_bound, time_limit_s)
+        outcome = _unproven(plan_two_phase(problem, partition, exclude_training_bound, time_limit_s))
     elif mode == "exhaustive":
         from planners.exhaustive import plan_exhaustively
 
-        placed = plan_exhaustively(problem)
-        bound_s = solver_s = placed.step_s
+        outcome = _unproven(plan_exhaustively(problem))
     else:
         target_s = demand.tokens_per_step / target_tokens_per_s if target_tokens_per_s else None
         wish = Wish(budget_usd_per_h, target_s)
         solve = {"joint": _joint, "homogeneous": _homogeneous, "uniform": _uniform}[mode]
-        placed, bound_s, solver_s = solve(problem, wish, time_limit_s)
+        outcome = solve(problem, wish, time_limit_s)
     return build_plan(
         problem,
-        placed,
+        outcome.placed,
         mode=mode,
-        bound_step_s=bound_s,
-        solver_step_s=solver_s,
+        bound_step_s=outcome.bound_s,
+        solver_step_s=outcome.solver_s,
+        price_bound_usd_per_h=outcome.price_bound_usd_per_h,
         solve_s=time.perf_counter() - began,
     )
 
 
-Outcome = tuple[Placed, float, float]
-"""A placement, the bound and the solver's step time."""
+@dataclass(frozen=True)
+class _Outcome:
+    """A placement, the step time that none can beat, the solver's own, and with a target the price that none can."""
+
+    placed: Placed
+    bound_s: float
+    solver_s: float
+    price_bound_usd_per_h: float | None = None
+
+
+def _unproven(placed: Placed) -> _Outcome:
+    return _Outcome(placed, placed.step_s, placed.step_s)
 
 
 def _check_wishes(mode: Mode, budget: float | None, target: float | None) -> None:
@@ -97,11 +108,11 @@ def _check_wishes(mode: Mode, budget: float | None, target: float | None) -> Non
         raise UserError(f"Mode {mode} plans a given cluster; use --mode joint with a budget or a target.")
 
 
-def _joint(problem: Problem, wish: Wish, time_limit_s: float) -> Outcome:
+def _joint(problem: Problem, wish: Wish, time_limit_s: float) -> _Outcome:
     return _solve_and_place(problem, training_columns(problem), rollout_columns(problem), wish, time_limit_s)
 
 
-def _homogeneous(problem: Problem, wish: Wish, time_limit_s: float) -> Outcome:
+def _homogeneous(problem: Problem, wish: Wish, time_limit_s: float) -> _Outcome:
     """The best single device type."""
     training, rollout = training_columns(problem), rollout_columns(problem)
     outcomes = []
@@ -115,10 +126,10 @@ def _homogeneous(problem: Problem, wish: Wish, time_limit_s: float) -> Outcome:
                 continue
     if not outcomes:
         raise UserError(f"No single device type of cluster {problem.topology.name} can train and generate alone.")
-    return min(outcomes, key=lambda outcome: outcome[0].step_s)
+    return min(outcomes, key=lambda outcome: outcome.placed.step_s)
 
 
-def _uniform(problem: Problem, wish: Wish, time_limit_s: float) -> Outcome:
+def _uniform(problem: Problem, wish: Wish, time_limit_s: float) -> _Outcome:
     """Half of the devices train, or as near to half as a layout comes."""
     training = training_columns(problem)
     half = problem.topology.devices / 2
@@ -133,7 +144,7 @@ def _solve_and_place(
     rollout: list[RolloutColumn],
     wish: Wish,
     time_limit_s: float,
-) -> Outcome:
+) -> _Outcome:
     """Solve, place, and solve again at the speed that the placement reached while that changes the choice."""
     try:
         first = solve_joint(problem, training, rollout, wish, time_limit_s=time_limit_s)
@@ -153,8 +164,9 @@ def _solve_and_place(
         placed = place(problem, choice.training, choice.replicas)
         best = min(best, placed, key=_quality(wish))
     if wish.target_step_s is not None:
-        return best, best.step_s, best.step_s
-    return best, min(first.bound, best.step_s), min(first.objective, best.step_s)
+        tidy = TIDY_USD_PER_H * problem.topology.devices
+        return _Outcome(best, best.step_s, best.step_s, max(0.0, first.bound - tidy))
+    return _Outcome(best, min(first.bound, best.step_s), min(first.objective, best.step_s))
 
 
 def _quality(wish: Wish) -> Callable[[Placed], float]:

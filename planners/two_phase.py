@@ -63,13 +63,8 @@ class Searched:
         return max(self.train_s, self.rollout_s)
 
 
-def plan_two_phase(
-    problem: Problem, variant: Variant, exclude_training_bound: bool, time_limit_s: float
-) -> tuple[Placed, float, float]:
-    """Run Algorithm 1.
-
-    Returns:
-        The placement, and its own step time twice: the algorithm proves no bound.
+def plan_two_phase(problem: Problem, variant: Variant, exclude_training_bound: bool, time_limit_s: float) -> Placed:
+    """Run Algorithm 1. It proves no bound.
 
     Raises:
         UserError: no partition has both a training and a rollout plan.
@@ -100,7 +95,7 @@ def plan_two_phase(
             f"Algorithm 1 ({variant}) found no partition of cluster {problem.topology.name} that can train and generate"
             f"{' with C_T ≤ C_I' if exclude_training_bound else ''}; mode joint searches all of them."
         )
-    return best.placed, best.placed.step_s, best.placed.step_s
+    return best.placed
 
 
 def _window(
