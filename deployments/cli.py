@@ -176,7 +176,7 @@ def plan(
         return
     from deployments.cluster_plan import plan_cluster
 
-    how = {"mode": mode.value, "what_if": what_if, "sync_mode": sync.value}
+    how: dict[str, Any] = {"mode": mode.value, "what_if": what_if, "sync_mode": sync.value}
     how |= {"budget_usd_per_h": budget, "target_tokens_per_s": target}
     plan_cluster(resolved, cluster, settings, console, json, **how)
 
