@@ -9,7 +9,7 @@ from tasks.exchange.trajectories import Group, Outcome, Segment, Trajectory
 from tasks.experiment import AlgorithmSection
 from tasks.training.engine import Engine, lr_factor
 from tasks.training.losses import permute_advantages, with_advantages
-from tasks.training.packing import TrainingGroup
+from tasks.training.packing import TrainingGroup, lay_out
 from tasks.training.policy import Policy
 from tests.training_support import make_engine, one_rank, parameters_of, random_groups, tiny_model
 
@@ -89,14 +89,20 @@ def test_an_update_that_is_not_finite_changes_nothing_and_is_counted(zero_stage:
     assert all(torch.isfinite(value).all() for value in parameters_of(engine).values())
 
 
-def test_a_step_without_any_gradient_leaves_the_policy_alone() -> None:
-    engine = make_engine(algorithm())
+@pytest.mark.parametrize("zero_stage", [0, 3])
+def test_a_step_without_any_gradient_leaves_the_policy_alone_and_still_measures_it(zero_stage: int) -> None:
+    engine = make_engine(algorithm(zero_stage=zero_stage))
     groups = with_advantages(random_groups(3, seed=0))
     engine.train_step(groups, 0)
     before = parameters_of(engine)
     flat = [TrainingGroup(g.prompt_ids, g.answers, (0.0,) * len(g.answers)) for g in groups]
     result = engine.train_step(flat, 1)
     assert (result.updates, result.skipped, result.metrics["trained_tokens"]) == (0, 0, 0)
+    (logprobs,) = engine.logprobs(flat[:1])
+    drift = logprobs - lay_out(flat[:1]).behaviour_logprobs
+    assert result.metrics["mismatch_kl"] == pytest.approx(float((drift.exp() - 1 - drift).mean()), rel=1e-4)
+    assert result.metrics["loss"] == 0
+    assert "mismatch_kl" not in engine.train_step([], 2).metrics
     after = parameters_of(engine)
     assert all(torch.equal(after[name], before[name]) for name in before)
 

@@ -10,7 +10,7 @@ import math
 import os
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from planners.errors import UserError
 from tasks.experiment import AlgorithmSection
-from tasks.training.losses import PEAK_NAMES, SUM_NAMES, has_gradient, loss_metrics, policy_loss
+from tasks.training.losses import PEAK_NAMES, SUM_NAMES, LossSums, has_gradient, loss_metrics, policy_loss
 from tasks.training.packing import MicroBatch, TrainingGroup, deal, pack
 from tasks.training.policy import Policy
 from tasks.training.randomness import random_state, set_random_state
@@ -35,7 +35,7 @@ class StepResult:
     """What one training step did.
 
     Attributes:
-        metrics: by metric name; loss metrics are absent where no token was trained.
+        metrics: by metric name; loss metrics are absent where no answer has a token to train on.
         updates: optimiser updates applied.
         skipped: updates left out because the loss or the gradient was not finite.
     """
@@ -85,9 +85,11 @@ class Engine:
         """Train on the groups of one step; every rank passes the same groups.
 
         Groups whose advantages are all zero are left out: they have no gradient, so computing them would only cost
-        time, and counting their tokens would shrink the update by the share of hopeless and solved prompts.
+        time, and counting their tokens would shrink the update by the share of hopeless and solved prompts. If that
+        leaves none, the loss metrics, `mismatch_kl` above all, are those of the first group, without an update.
         """
-        live = [group for group in groups if has_gradient(group) and group.trained_tokens]
+        counted = [group for group in groups if group.trained_tokens]
+        live = [group for group in counted if has_gradient(group)]
         minibatches = [live[k :: self._algorithm.minibatches] for k in range(self._algorithm.minibatches)]
         minibatches = [minibatch for minibatch in minibatches if minibatch]
         hands = [self._hand(minibatch) for minibatch in minibatches]
@@ -97,6 +99,10 @@ class Engine:
         for param_group in self.optimizer.param_groups:
             param_group["lr"] = lr
         totals = StepTotals()
+        if not live:
+            self._measure(counted[:1], totals)
+            measured = totals.result(self._ranks, lr)
+            return replace(measured, metrics={**measured.metrics, "trained_tokens": 0.0})
         for k, hand in enumerate(hands):
             tokens = sum(group.trained_tokens for group in minibatches[k])
             self._update(hand, prox[k] if prox else [None] * len(hand), tokens, totals)
@@ -157,6 +163,16 @@ class Engine:
         logprobs: Tensor = self.deepspeed(batch)[0]
         return logprobs
 
+    @torch.no_grad()
+    def _measure(self, groups: Sequence[TrainingGroup], totals: "StepTotals") -> None:
+        for batch in self._hand(groups):
+            logprobs, entropy = self.deepspeed(batch)
+            totals.add(self._loss(logprobs, logprobs, entropy, batch))
+
+    def _loss(self, logprobs: Tensor, prox_logprobs: Tensor, entropy: Tensor, batch: MicroBatch) -> LossSums:
+        clip, weight_cap = self._algorithm.clip, self._algorithm.behaviour_weight_cap
+        return policy_loss(logprobs, prox_logprobs, entropy, batch, clip, weight_cap)
+
     def _update(
         self, hand: Sequence[MicroBatch], prox: Sequence[Tensor | None], tokens: int, totals: "StepTotals"
     ) -> None:
@@ -165,12 +181,10 @@ class Engine:
             logprobs, entropy = self.deepspeed(batch)
             if prox_logprobs is None:
                 prox_logprobs = logprobs.detach()
-            sums = policy_loss(
-                logprobs, prox_logprobs, entropy, batch, self._algorithm.clip, self._algorithm.behaviour_weight_cap
-            )
+            sums = self._loss(logprobs, prox_logprobs, entropy, batch)
             # DeepSpeed averages gradients over ranks; the loss is a mean over the tokens of all ranks.
             self.deepspeed.backward(sums.loss * (self._ranks.size / tokens))
-            totals.add(sums.sums, sums.peaks)
+            totals.add(sums)
         totals.count_update(self._apply())
 
     def _apply(self) -> float:
@@ -195,10 +209,10 @@ class StepTotals:
         self._peaks = torch.zeros(len(PEAK_NAMES))
         self._norms: list[float] = []
 
-    def add(self, sums: Tensor, peaks: Tensor) -> None:
+    def add(self, loss: LossSums) -> None:
         """Add one micro-batch."""
-        self._sums += sums.cpu()
-        self._peaks = torch.maximum(self._peaks, peaks.cpu())
+        self._sums += loss.sums.cpu()
+        self._peaks = torch.maximum(self._peaks, loss.peaks.cpu())
 
     def count_update(self, norm: float) -> None:
         """Note the gradient norm of one update, the same on every rank."""
