@@ -133,7 +133,8 @@ _PLAIN = Efficiency(  # a device whose peaks are themselves measured
     serving_latency_s=(1e-4, 1e-4, 1e-4),
 )
 
-_RENT = "price: on-demand list prices of GPU clouds, early 2026, rounded; override it in the cluster file"
+_RENT = "price: RunPod's list, 21 March 2026, as deploybase.ai gives it, rounded; override it in the cluster file"
+_GUESS = "price: assumed, of the order of on-demand clouds in early 2026; override it in the cluster file"
 _PAPER = "peaks and price: AReaL-Hex, arXiv 2511.00796, set-up (prices normalised there: use their ratios)"
 
 
@@ -160,7 +161,7 @@ def _borrow(device: DeviceType, lender: DeviceType) -> DeviceType:
 
 _H100 = _device("h100", 989, 3.35, 80, 450, 2.7, _H100_FIT, f"peaks: NVIDIA H100 SXM datasheet; {_RENT}")
 _A100 = _device("a100-80", 312, 2.039, 80, 300, 1.4, _A100_FIT, f"peaks: NVIDIA A100 80GB SXM datasheet; {_RENT}")
-_L40S = _device("l40s", 362, 0.864, 48, 32, 0.9, _L40S_FIT, f"peaks: NVIDIA L40S datasheet, PCIe 4 x16; {_RENT}")
+_L40S = _device("l40s", 362, 0.864, 48, 32, 0.9, _L40S_FIT, f"peaks: NVIDIA L40S datasheet, PCIe 4 x16; {_GUESS}")
 
 # The paper's training costs per token make one H800 worth 8.9 H20 (its Table 1); peaks alone say 6.7. With the H800 at
 # the common 40 % that leaves the H20 30 %.
@@ -181,12 +182,12 @@ _TYPES = (
         training_share=_H20_TRAINING_SHARE,
         training_source=_RATIO,
     ),
-    _borrow(_device("a100-40", 312, 1.555, 40, 300, 1.2, _A100_FIT, f"peaks: NVIDIA A100 datasheet; {_RENT}"), _A100),
-    _borrow(_device("a10g", 70, 0.6, 24, 32, 0.75, _A100_FIT, f"peaks: AWS G5 / NVIDIA A10G; {_RENT}"), _A100),
+    _borrow(_device("a100-40", 312, 1.555, 40, 300, 1.2, _A100_FIT, f"peaks: NVIDIA A100 datasheet; {_GUESS}"), _A100),
+    _borrow(_device("a10g", 70, 0.6, 24, 32, 0.75, _A100_FIT, f"peaks: AWS G5 / NVIDIA A10G; {_GUESS}"), _A100),
     _borrow(
-        _device("a6000", 154.8, 0.768, 48, 32, 0.5, _A100_FIT, f"peaks: NVIDIA RTX A6000 datasheet; {_RENT}"), _A100
+        _device("a6000", 154.8, 0.768, 48, 32, 0.5, _A100_FIT, f"peaks: NVIDIA RTX A6000 datasheet; {_GUESS}"), _A100
     ),
-    _borrow(_device("l4", 121, 0.3, 24, 32, 0.45, _L40S_FIT, f"peaks: NVIDIA L4 datasheet; {_RENT}"), _L40S),
+    _borrow(_device("l4", 121, 0.3, 24, 32, 0.45, _L40S_FIT, f"peaks: NVIDIA L4 datasheet; {_GUESS}"), _L40S),
     _borrow(
         _device("rtx-4090", 165.2, 1.008, 24, 32, 0.35, _L40S_FIT, f"peaks: NVIDIA Ada whitepaper; {_RENT}"), _L40S
     ),

@@ -6,7 +6,7 @@ It holds all that the simulator needs, so a plan file can be simulated, or compa
 from dataclasses import asdict
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from planners.columns import Problem
 from planners.demand import Demand
@@ -123,6 +123,14 @@ class ClusterPlan(_Part):
     memory: dict[str, MemoryPlan]
     iterations: dict[str, IterationPlan]
     demand: DemandPlan
+
+    @model_validator(mode="after")
+    def _replicas_have_costs(self) -> "ClusterPlan":
+        for replica in self.replicas:
+            costs = self.iterations.get(replica.layout)
+            if costs is None or len(costs.base_s) < replica.concurrency:
+                raise ValueError(f"iterations lacks the costs of layout '{replica.layout}'")
+        return self
 
 
 BOUND_HOLDS = "within the listed layouts, the chosen sync mode and this cost model"

@@ -21,6 +21,7 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 
 from planners.cluster_plan import ClusterPlan, IterationPlan, ReplicaPlan
+from planners.errors import UserError
 from planners.staleness import choose_groups, may_lease
 
 
@@ -388,10 +389,12 @@ def simulate(
         keep_spans: keep what every actor did when, for a Gantt chart.
 
     Raises:
-        ValueError: fewer than one step, or a warm-up that leaves none.
+        UserError: fewer than one step, a warm-up that leaves none, or a negative rate.
     """
     warm_up = min(plan.demand.max_staleness + 1, steps // 2) if warm_up is None else warm_up
     if not 0 <= warm_up < steps:
-        raise ValueError(f"{steps} steps leave none after a warm-up of {warm_up}.")
+        raise UserError(f"{steps} steps leave none after a warm-up of {warm_up}: simulate more of them.")
+    if failures_per_h < 0 or repair_s < 0:
+        raise UserError("failures_per_h and repair_s must not be negative.")
     simulator = Simulator(plan, seed=seed, failures_per_h=failures_per_h, repair_s=repair_s, keep_spans=keep_spans)
     return simulator.run(steps, warm_up)

@@ -198,7 +198,7 @@ def test_agrees_with_the_planner_in_steady_state(staleness: int, tolerance: floa
 
 
 def test_a_warm_up_must_leave_steps() -> None:
-    with pytest.raises(ValueError, match="leave none"):
+    with pytest.raises(UserError, match="leave none"):
         simulate(BASE, steps=3, warm_up=3)
     assert replace(simulate(BASE, steps=1), spans=()).steps == 1
 
