@@ -66,7 +66,7 @@ def constant(tokens: float) -> Lengths:
 
 
 class _Spec(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
 
 
 class LogNormal(_Spec):

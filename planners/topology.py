@@ -22,7 +22,7 @@ NETWORK_BYTES_PER_S = 1.25e9
 
 
 class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)  # built when first used: imports stay fast
 
 
 class MachineGroup(_Section):
