@@ -44,6 +44,17 @@ class Member(BaseModel):
         except psutil.NoSuchProcess:
             return False
 
+    def listens_on(self, port: int) -> bool:
+        """Whether this process, or one that it started, accepts connections on a TCP port."""
+        try:
+            leader = psutil.Process(self.pid)
+            connections = [
+                c for part in (leader, *leader.children(recursive=True)) for c in part.net_connections("tcp")
+            ]
+        except psutil.NoSuchProcess:
+            return False
+        return any(c.status == psutil.CONN_LISTEN and c.laddr.port == port for c in connections)
+
 
 class StackState(BaseModel):
     """What runs, and for whom."""

@@ -111,6 +111,28 @@ def check_versions(api: PrefectApi, is_ours: bool) -> None:
         )
 
 
+def _set_up_patiently(machine: str, device_types: list[str], wanted: list[Entry]) -> None:
+    """Set up; again while the server says that its database is busy, as SQLite's is now and then. All of it may repeat.
+
+    Raises:
+        UserError: the server stayed busy.
+    """
+    from prefect.exceptions import PrefectHTTPStatusError
+
+    deadline = time.monotonic() + SERVER_DEADLINE_S
+    while True:
+        try:
+            asyncio.run(set_up(machine, device_types, wanted))
+            return
+        except PrefectHTTPStatusError as error:
+            if error.response.status_code != 503:
+                raise
+            if time.monotonic() > deadline:
+                raise UserError(f"The Prefect server stayed busy for {SERVER_DEADLINE_S:.0f} s.") from None
+            print("the server is busy: trying again", flush=True)
+        time.sleep(2.0)
+
+
 async def set_up(machine: str, device_types: list[str], wanted: list[Entry]) -> None:
     """Create or update pools, queues and deployments, then record the versions, which workers wait for."""
     from prefect.client.orchestration import get_client
@@ -182,7 +204,7 @@ def main() -> None:
                 raise UserError(f"The Prefect server at {api.url} did not answer within {SERVER_DEADLINE_S:.0f} s.")
             time.sleep(0.5)
         check_versions(api, is_ours=sys.argv[1:] == ["ours"])
-        asyncio.run(set_up(machine.name, device_types, wanted))
+        _set_up_patiently(machine.name, device_types, wanted)
     except UserError as error:
         sys.exit(str(error))
     print(DONE)

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
+from urllib.parse import urlsplit
 
 from filelock import FileLock, Timeout
 
@@ -261,10 +262,16 @@ def _wait_for_servers(state: StackState, own: list[str], say: Say) -> None:
     checks = {PREFECT: f"{state.prefect_url}/health", MLFLOW: f"{state.mlflow_url}/health"}
     for name, url in checks.items():
         if name in own:
-            _wait(f"{name} server", partial(answers, url), state.members[name], SERVER_DEADLINE_S, say)
+            serves = partial(_serves, state.members[name], url)
+            _wait(f"{name} server", serves, state.members[name], SERVER_DEADLINE_S, say)
         elif url.startswith("http") and not answers(url, deadline_s=10.0):
             variable = "PREFECT_API_URL" if name == PREFECT else "MLFLOW_TRACKING_URI"
             raise UserError(f"{variable} is set, but {url} does not answer: start that server, or unset {variable}.")
+
+
+def _serves(member: Member, url: str) -> bool:
+    """Whether this very member answers: another program may have taken the port since it was found free."""
+    return answers(url) and member.listens_on(urlsplit(url).port or 0)
 
 
 def _wait_for_setup(state: StackState, say: Say) -> None:

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -16,13 +17,13 @@ import pytest
 import yaml
 
 from deployments import servers, setup, stack
-from deployments.api import PrefectApi, Unreachable
+from deployments.api import PrefectApi, Unreachable, answers
 from deployments.servers import Member, StackState
 from deployments.versions import differences, local_versions
 from deployments.worker import wait_for_setup
 from planners.errors import UserError
 from tasks.discovery import discover_machine
-from tasks.processes import end_sessions
+from tasks.processes import ProcessGroup, end_sessions
 from tasks.settings import Settings
 
 SLEEPER = [sys.executable, "-c", "import time; time.sleep(600)"]
@@ -295,3 +296,25 @@ def hexflow(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "deployments.cli", *arguments], capture_output=True, text=True, timeout=240, check=False
     )
+
+
+def test_a_server_is_known_by_the_process_that_listens(tmp_path: Path, free_port: int) -> None:
+    """Another program's server on our port answers as well, and must not be taken for ours."""
+    command = [sys.executable, "-m", "http.server", str(free_port), "--bind", "127.0.0.1"]
+    foreign = ProcessGroup.start(command, {}, tmp_path / "foreign.log")
+    idle = ProcessGroup.start([sys.executable, "-c", "import time; time.sleep(60)"], {}, tmp_path / "idle.log")
+    try:
+        url = f"http://127.0.0.1:{free_port}/"
+        deadline = time.monotonic() + 20
+        while not answers(url):
+            assert time.monotonic() < deadline, "the server did not start"
+            time.sleep(0.05)
+        listening, silent = (
+            servers.Member(pid=group.pid, started_s=psutil.Process(group.pid).create_time(), log=group.log)
+            for group in (foreign, idle)
+        )
+        assert stack._serves(listening, url)
+        assert not stack._serves(silent, url)
+    finally:
+        foreign.stop()
+        idle.stop()
