@@ -30,6 +30,7 @@ LOCK_DEADLINE_S = 300.0
 SERVER_DEADLINE_S = 240.0
 SETUP_DEADLINE_S = 300.0
 WORKER_DEADLINE_S = 180.0
+WORKER_STARTS = 3
 WORKER_GRACE_S = 60.0
 """Flow runs end within it on SIGTERM: `rl` ends its actors and closes the run's books first."""
 SERVER_GRACE_S = 15.0
@@ -81,7 +82,7 @@ def up(settings: Settings, say: Say = print) -> Stack:
             _wait_for_setup(state, say)
             state.deployed = fingerprint
             servers.save_state(settings, state)
-        _wait_for_workers(state, say)
+        _wait_for_workers(settings, state, say)
         if not is_served:
             _settle_flow_runs(settings, state, "CRASHED", "Its process was gone when the stack started.", began)
     return Stack(state.prefect_url, state.mlflow_url)
@@ -281,11 +282,21 @@ def _wait_for_setup(state: StackState, say: Say) -> None:
         raise UserError(f"Set-up of pools and deployments failed: {tail(member.log, 1)} (log: {member.log})")
 
 
-def _wait_for_workers(state: StackState, say: Say) -> None:
+def _wait_for_workers(settings: Settings, state: StackState, say: Say) -> None:
     api = PrefectApi(state.prefect_url)
     for pool, queue in state.pools.items():
         is_online = partial(api.is_online, pool, worker_name(pool, queue))
-        _wait(f"worker of pool {pool}", is_online, state.members[_worker(pool)], WORKER_DEADLINE_S, say)
+        for starts_left in reversed(range(WORKER_STARTS)):
+            member = state.members[_worker(pool)]
+            try:
+                _wait(f"worker of pool {pool}", is_online, member, WORKER_DEADLINE_S, say)
+                break
+            except UserError:
+                # Prefect's worker ends if its first calls meet a busy database; later it bears them.
+                if member.alive() or not starts_left:
+                    raise
+                say(f"The worker of pool {pool} ended while it started; starting it again.")
+                _start(settings, state, _worker(pool), servers.worker_argv(pool, queue))
 
 
 def _settle_flow_runs(settings: Settings, state: StackState, state_type: str, message: str, before: datetime) -> None:
