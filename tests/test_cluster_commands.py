@@ -11,10 +11,23 @@ DEPLOYMENTS = Path(__file__).parent.parent / "deployments"
 SMALL = str(DEPLOYMENTS / "experiments" / "r1-distill-qwen-1.5b.yaml")
 MODEL = f"model.source={DEPLOYMENTS / 'models' / 'r1-distill-qwen-1.5b'}"
 CLUSTER = str(DEPLOYMENTS / "clusters" / "paper-h800-8-h20-16.yaml")
-KEYS = (
-    "mode throughput_tokens_per_s step_s rollout_s train_s sync_s reward_s usd_per_h upper_bound_tokens_per_s gap "
-    "solve_s training replicas machines memory"
-).split()
+KEYS = [
+    "mode",
+    "throughput_tokens_per_s",
+    "step_s",
+    "rollout_s",
+    "train_s",
+    "sync_s",
+    "reward_s",
+    "usd_per_h",
+    "upper_bound_tokens_per_s",
+    "gap",
+    "solve_s",
+    "training",
+    "replicas",
+    "machines",
+    "memory",
+]
 
 
 def hexflow(tmp_path: Path, *arguments: str) -> tuple[int, str]:
