@@ -17,10 +17,6 @@ from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from tasks.processes import die_with_parent
 from tasks.rollout.vllm_engine import CPU_BLOCK_TOKENS
 
-# It warns at every reload that rotary tables and tied output layers have no weights of their own. A tensor that is
-# really missing from a version is still warned of, by vLLM's `reload_weights`.
-logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
-
 
 @register_backend(AttentionBackendEnum.CPU_ATTN)
 class SmallBlockAttention(CPUAttentionBackend):
@@ -35,12 +31,15 @@ class SmallBlockAttention(CPUAttentionBackend):
 class ReplicaExecutor(UniProcExecutor):
     """Runs the model inside the EngineCore process and ends that process with the replica.
 
-    vLLM would run a CPU model in one more process to set its OpenMP threads; the replica's environment has set them
-    already, and on one core the two processes' shared-memory polling costs more than it hides.
+    vLLM would put a CPU model into one more process, only to set OpenMP variables that the replica's environment holds
+    already.
     """
 
     def _init_executor(self) -> None:
         die_with_parent()
+        # It warns at every reload that rotary tables and tied output layers have no weights of their own. A tensor that
+        # is really missing from a version is still warned of, by vLLM's `reload_weights`.
+        logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
         super()._init_executor()
 
 
