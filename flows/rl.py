@@ -5,11 +5,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from prefect import flow, runtime
+from prefect import State, flow, runtime
 from prefect.client.orchestration import get_client
 from prefect.exceptions import TerminationSignal
+from prefect.states import Cancelled
 
 from flows.artifacts import ProgressArtifact, name_flow_run, show_plan, show_summary, show_tracking
+from flows.cancellation import CancellationWatch
 from flows.context import RunContext, open_run
 from flows.launcher import PrefectLauncher
 from flows.planning import discover, make_plan, measure, prepare
@@ -30,7 +32,7 @@ _CANCEL_FLUSH_S = 4.0
 
 
 @flow(name="rl", flow_run_name="rl-{experiment.run.name}", log_prints=True)
-def rl(experiment: Experiment = Experiment(), resume: str | None = None) -> dict[str, Any]:
+def rl(experiment: Experiment = Experiment(), resume: str | None = None) -> dict[str, Any] | State[Any]:
     """Improve a language model by asynchronous reinforcement learning with verifiable rewards.
 
     Args:
@@ -40,18 +42,26 @@ def rl(experiment: Experiment = Experiment(), resume: str | None = None) -> dict
     run = open_run(experiment, resume, runtime.flow_run.id)
     print(f"run {run.run_id} in {run.directory.root}")
     name_flow_run(run)
-    with owned(run) as tracker:
-        show_tracking(tracker)
-        model_path = prepare(run.experiment)
-        machine = discover()
-        profiles = measure(run.experiment, machine, model_path)
-        plan = make_plan(run.experiment, machine, profiles)
-        record_plan(run, plan, tracker)
-        require_free(plan, run.settings)
-        try:
-            train_and_roll_out(run, plan, model_path, tracker)
-        finally:
-            summary = report(run, plan, tracker)
+    try:
+        with owned(run) as tracker, CancellationWatch(run, runtime.flow_run.id):
+            return carry_out(run, tracker)
+    except TerminationSignal:
+        return Cancelled(message=f"Cancelled; `hexflow resume {run.run_id}` continues it.")
+
+
+def carry_out(run: RunContext, tracker: Tracker) -> dict[str, Any]:
+    """Everything between a run's begin and its end; returns the summary."""
+    show_tracking(tracker)
+    model_path = prepare(run.experiment)
+    machine = discover()
+    profiles = measure(run.experiment, machine, model_path)
+    plan = make_plan(run.experiment, machine, profiles)
+    record_plan(run, plan, tracker)
+    require_free(plan, run.settings)
+    try:
+        train_and_roll_out(run, plan, model_path, tracker)
+    finally:
+        summary = report(run, plan, tracker)
     return summary
 
 

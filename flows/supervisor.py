@@ -81,8 +81,14 @@ class Supervisor:
         for placement in self._plan.replicas:
             self._start(placement, None)
         while not self._is_complete():
+            self._require_running()
             self._reconcile()
             time.sleep(_POLL_S)
+
+    def _require_running(self) -> None:
+        row = self._run.ledger.find_run(run_id=self._run.run_id)
+        if row is None or row.state != "running":
+            raise RunFailed(f"The run was ended elsewhere: the ledger says {row.state if row else 'nothing'} of it.")
 
     def end_children(self, patience_s: float, deadline_s: float) -> None:
         """End every actor of a run that is over.

@@ -173,6 +173,13 @@ def test_a_replica_that_left_before_the_end_is_started_again(tmp_path: Path) -> 
     assert [role for role, _ in launcher.started] == ["train", "rollout", "rollout"]
 
 
+def test_a_run_that_is_ended_elsewhere_is_not_kept_alive(tmp_path: Path) -> None:
+    run, launcher = make(tmp_path)
+    with pytest.raises(RunFailed, match="ended elsewhere"):
+        Supervisor(run, PLAN, launcher, lambda progress: launcher.ledger.set_run_state(RUN, "cancelled")).run()
+    assert len(launcher.started) == 2
+
+
 def test_the_restart_budget_ends(tmp_path: Path) -> None:
     run, launcher = make(tmp_path, restarts=1)
 

@@ -1,0 +1,62 @@
+"""A run's own eye on its cancellation: heartbeats are the truth, and what Prefect's worker does is a courtesy.
+
+A worker of Prefect 3.7 listens for cancellations on one connection; when its server restarts it loses that for good,
+and a flow run then stays Cancelling while its processes go on.
+"""
+
+import logging
+import os
+import signal
+import threading
+from typing import Self
+from uuid import UUID
+
+import httpx
+from prefect.client.orchestration import get_client
+from prefect.exceptions import PrefectException
+
+from flows.context import RunContext
+
+_POLL_S = 5.0
+_WORKER_GRACE_POLLS = 2
+_log = logging.getLogger(__name__)
+
+
+class CancellationWatch:
+    """While entered, sends this process SIGTERM if its flow run stays Cancelling; that is what the worker would do.
+
+    It asks the Prefect server every few seconds, and does nothing more once the run is said to be over.
+    """
+
+    def __init__(self, run: RunContext, flow_run_id: str) -> None:
+        self._run = run
+        self._flow_run_id = UUID(flow_run_id)
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="cancellation-watch", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._stopped.set()
+        self._thread.join(timeout=_POLL_S)
+
+    def _watch(self) -> None:
+        seen = 0
+        while seen <= _WORKER_GRACE_POLLS:
+            if self._stopped.wait(_POLL_S):
+                return
+            seen = seen + 1 if self._is_cancelling() else 0
+        row = self._run.ledger.find_run(run_id=self._run.run_id)
+        if row is not None and row.state == "running":
+            _log.warning("run %s is being cancelled, but its worker does not act: ending it", self._run.run_id)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def _is_cancelling(self) -> bool:
+        try:
+            with get_client(sync_client=True) as client:
+                state = client.read_flow_run(self._flow_run_id).state
+        except (httpx.HTTPError, PrefectException):
+            return False
+        return state is not None and state.is_cancelling()
