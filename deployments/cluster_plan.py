@@ -8,18 +8,12 @@ from rich.console import Console
 from rich.table import Table
 
 from planners.cluster_plan import ClusterPlan, read_plan
-from planners.demand import demand_of
-from planners.explain import cluster_map, explain, gantt, memory_table, next_device_gains
-from planners.make import make_plan
-from planners.model import read_model
+from planners.explain import cluster_map, gantt, memory_table
 from planners.simulator import Simulation, simulate
-from planners.topology import read_cluster
+from tasks.cluster_planning import study_cluster
 from tasks.exchange.files import write_atomic, write_json
 from tasks.experiment import Experiment
-from tasks.models import prepare_model
 from tasks.settings import Settings
-
-_BYTES = {"float32": 4, "bfloat16": 2}
 
 
 def plan_cluster(
@@ -28,31 +22,29 @@ def plan_cluster(
     settings: Settings,
     console: Console,
     json_file: Path | None,
-    **how: Any,
+    **wishes: Any,
 ) -> None:
     """Plan an experiment for a cluster file, print the plan, and write it as JSON where asked.
 
     Args:
-        how: further arguments of `planners.make.make_plan`.
+        experiment: names the model and the workload.
+        cluster: the cluster file.
+        settings: where prepared models lie.
+        console: where to print.
+        json_file: where to write; None: nowhere.
+        wishes: further arguments of `planners.make.make_plan`.
 
     Raises:
         UserError: bad input, nothing fits, or the wish cannot be met.
     """
-    source = Path(experiment.model.source)
-    # A plan needs the model's sizes only, so a directory without weights will do.
-    directory = source if source.is_dir() else prepare_model(experiment.model, settings)
-    model = read_model(directory, _BYTES[experiment.model.dtype])
-    topology = read_cluster(cluster)
-    demand = demand_of(experiment.workload, experiment.algorithm.minibatches)
     with console.status("planning"):
-        plan = make_plan(topology, model, demand, **how)
-        rents = how.get("budget_usd_per_h") or how.get("target_tokens_per_s")
-        gains = None if plan.mode != "joint" or rents else next_device_gains(topology, model, demand, plan)
-    console.print(explain(plan, gains), soft_wrap=True, markup=False)
-    for picture in (cluster_map(plan), memory_table(plan)):
+        study = study_cluster(experiment, cluster, settings, **wishes)
+        words = study.explain()
+    console.print(words, soft_wrap=True, markup=False)
+    for picture in (cluster_map(study.plan), memory_table(study.plan)):
         console.print(f"\n{picture}", soft_wrap=True, markup=False)
     if json_file is not None:
-        write_atomic(json_file, plan.model_dump_json(indent=2).encode())
+        write_atomic(json_file, study.plan.model_dump_json(indent=2).encode())
         console.print(f"\nplan: {json_file}", soft_wrap=True, markup=False)
 
 

@@ -3,7 +3,7 @@
 import logging
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 from uuid import UUID
@@ -21,6 +21,7 @@ from prefect.client.orchestration import get_client
 from prefect.exceptions import PrefectException
 
 from flows.context import RunContext
+from planners.cluster_plan import ClusterPlan
 from planners.plan import Placement, Plan
 from planners.profile import DeviceProfile
 from tasks.exchange.ledger import Progress
@@ -103,6 +104,40 @@ def show_plan(plan: Plan) -> None:
         description="Every split of the devices, best first; seconds per training step.",
     )
     create_markdown_artifact(plan.explanation, key="plan-explanation", description="Why this split.")
+
+
+@_shown("the plan of the cluster")
+def show_cluster_plan(
+    plan: ClusterPlan, words: str, pictures: Mapping[str, str], curve: Sequence[tuple[float, ClusterPlan]]
+) -> None:
+    """A described cluster's plan: figures, words, pictures in characters, and throughput against budget."""
+    figures = {
+        "response tokens/s": round(plan.throughput_tokens_per_s, 1),
+        "step s": round(plan.step_s, 2),
+        "training s": round(plan.train_s, 2),
+        "rollout s": round(plan.rollout_s, 2),
+        "sync s": round(plan.sync_s, 2),
+        "USD/h": round(plan.usd_per_h, 2),
+        "trains": plan.training.layout,
+        "replicas": len(plan.replicas),
+        "gap": f"{plan.gap:.2%}",
+    }
+    create_table_artifact([figures], key="cluster-plan", description=f"{plan.model} on {plan.cluster}.")
+    create_markdown_artifact(words, key="cluster-plan-explanation", description="Why this split.")
+    for key, picture in pictures.items():
+        create_markdown_artifact(f"```\n{picture}\n```", key=key, description=f"{plan.model} on {plan.cluster}.")
+    if curve:
+        rows = [
+            {
+                "budget USD/h": round(budget, 2),
+                "response tokens/s": round(affordable.throughput_tokens_per_s, 1),
+                "USD per million tokens": round(affordable.usd_per_million_tokens, 2),
+                "trains": affordable.training.layout,
+                "replicas": len(affordable.replicas),
+            }
+            for budget, affordable in curve
+        ]
+        create_table_artifact(rows, key="budget-curve", description="What each budget would buy.")
 
 
 @_shown("the summary")

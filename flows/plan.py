@@ -1,23 +1,90 @@
-"""Flow `plan`: what would run where on this machine, and how fast."""
+"""Flow `plan`: what would run where, on this machine or on a described cluster, and how fast."""
+
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
 
 from prefect import flow
+from pydantic import Field
 
-from flows.artifacts import show_plan
+from flows.artifacts import show_cluster_plan, show_plan
 from flows.planning import discover, make_plan, measure, prepare
-from planners.plan import Plan
-from tasks.experiment import Experiment
+from planners.explain import cluster_map, gantt, memory_table
+from planners.make import Mode
+from planners.simulator import simulate
+from planners.sync import SyncMode
+from tasks.cluster_planning import study_cluster
+from tasks.experiment import Experiment, Section
+from tasks.settings import load_settings
+from tasks.tracking import Tracker
+
+
+class ClusterWish(Section):
+    """A described cluster and what is wanted of it."""
+
+    file: str = Field(description="Cluster file, YAML; an absolute path.")
+    mode: Mode = Field(default="joint", description="How to plan.")
+    sync_mode: SyncMode = Field(default="storage", description="How weights reach the replicas.")
+    what_if: bool = Field(default=False, description="Allow layouts and sync modes that do not run yet.")
+    budget_usd_per_h: float | None = Field(default=None, description="Rent at most this much.")
+    target_tokens_per_s: float | None = Field(default=None, description="Rent for this throughput, cheaply.")
 
 
 @flow(name="plan", flow_run_name="plan-{experiment.run.name}", log_prints=True)
-def plan(experiment: Experiment = Experiment()) -> Plan:
-    """Choose the split of this machine's devices for an experiment, from measured profiles.
+def plan(experiment: Experiment = Experiment(), cluster: ClusterWish | None = None) -> dict[str, Any]:
+    """Choose who generates and who trains, and predict how fast that is.
 
     Args:
         experiment: Names the model and the sizes of a step.
+        cluster: Machines to plan for, by a cost model; empty: this machine, measured.
     """
+    if cluster is not None:
+        return plan_for_cluster(experiment, cluster)
     model_path = prepare(experiment)
     machine = discover()
     profiles = measure(experiment, machine, model_path)
     chosen = make_plan(experiment, machine, profiles)
     show_plan(chosen)
-    return chosen
+    return chosen.model_dump(mode="json")
+
+
+def plan_for_cluster(experiment: Experiment, cluster: ClusterWish) -> dict[str, Any]:
+    """Plan, simulate, and show both here and in MLflow."""
+    wishes = cluster.model_dump(exclude={"file"})
+    study = study_cluster(experiment, Path(cluster.file), load_settings(), **wishes)
+    simulation = simulate(study.plan, keep_spans=True)
+    words = study.explain()
+    print(words)
+    pictures = {
+        "cluster-map": cluster_map(study.plan),
+        "memory": memory_table(study.plan),
+        "gantt": gantt(simulation),
+    }
+    curve = study.budget_curve() if cluster.mode == "joint" else []
+    show_cluster_plan(study.plan, words, pictures, curve)
+    tracker = Tracker.parent(
+        os.environ.get("MLFLOW_TRACKING_URI"),
+        experiment.tracking.experiment,
+        f"plan-{experiment.run.name}",
+        {"experiment": experiment.model_dump(mode="json"), "cluster": cluster.model_dump(mode="json")},
+        {**experiment.tracking.tags, "hexflow.role": "plan"},
+    )
+    with tempfile.TemporaryDirectory() as scratch:
+        texts = {
+            "plan.json": study.plan.model_dump_json(indent=2),
+            "plan.txt": "\n\n".join([words, *pictures.values()]),
+        }
+        for name, text in texts.items():
+            path = Path(scratch) / name
+            path.write_text(text)
+            tracker.log_artifact(path)
+        tracker.log({"plan/predicted_step_s": study.plan.step_s, "plan/simulated_step_s": simulation.step_s}, step=0)
+        for budget, affordable in curve:
+            tracker.log({"plan/tokens_per_s_by_usd_per_h": affordable.throughput_tokens_per_s}, step=round(budget))
+        tracker.finish("FINISHED")
+    return study.plan.model_dump(mode="json", include=SHOWN)
+
+
+SHOWN = {"mode", "cluster", "model", "throughput_tokens_per_s", "step_s", "usd_per_h", "gap", "limited_by"}
+"""What the flow returns of a plan; the whole is in MLflow."""

@@ -1,0 +1,58 @@
+"""A plan for a described cluster, made from an experiment: what the command and the `plan` flow share."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from planners.cluster_plan import ClusterPlan
+from planners.demand import Demand, demand_of
+from planners.explain import budget_curve, explain, next_device_gains
+from planners.make import make_plan
+from planners.model import Model, read_model
+from planners.topology import Topology, read_cluster
+from tasks.experiment import Experiment
+from tasks.models import prepare_model
+from tasks.settings import Settings
+
+_BYTES = {"float32": 4, "bfloat16": 2}
+_CURVE = (0.25, 0.5, 0.75, 1.0)
+
+
+@dataclass(frozen=True)
+class ClusterStudy:
+    """A plan and what it was made from; `wishes` are the further arguments of `planners.make.make_plan`."""
+
+    plan: ClusterPlan
+    topology: Topology
+    model: Model
+    demand: Demand
+    wishes: dict[str, Any]
+
+    def explain(self) -> str:
+        """Why this split; for a given cluster also what one more device of each type would bring."""
+        rents = self.wishes.get("budget_usd_per_h") or self.wishes.get("target_tokens_per_s")
+        if self.plan.mode != "joint" or rents:
+            return explain(self.plan)
+        return explain(self.plan, next_device_gains(self.topology, self.model, self.demand, self.plan))
+
+    def budget_curve(self) -> list[tuple[float, ClusterPlan]]:
+        """The best plan for quarters of what the whole cluster costs, in USD/h; budgets that buy none are left out."""
+        whole = sum(node.device.usd_per_h * node.devices for node in self.topology.nodes)
+        how = {key: self.wishes[key] for key in ("what_if", "sync_mode") if key in self.wishes}
+        budgets = [share * whole for share in _CURVE]
+        return list(budget_curve(self.topology, self.model, self.demand, budgets, **how))
+
+
+def study_cluster(experiment: Experiment, cluster: Path, settings: Settings, **wishes: Any) -> ClusterStudy:
+    """Plan an experiment for a cluster file.
+
+    Raises:
+        UserError: bad input, nothing fits, or the wish cannot be met.
+    """
+    source = Path(experiment.model.source)
+    # A plan needs the model's sizes only, so a directory without weights will do.
+    directory = source if source.is_dir() else prepare_model(experiment.model, settings)
+    model = read_model(directory, _BYTES[experiment.model.dtype])
+    topology = read_cluster(cluster)
+    demand = demand_of(experiment.workload, experiment.algorithm.minibatches)
+    return ClusterStudy(make_plan(topology, model, demand, **wishes), topology, model, demand, wishes)
