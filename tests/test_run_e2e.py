@@ -118,9 +118,10 @@ def test_a_run_learns_although_its_processes_are_killed(stack_settings: Settings
 
 
 def test_a_cancelled_run_leaves_nothing_behind_and_can_be_resumed(stack_settings: Settings, ledger: Ledger) -> None:
-    run = Run(stack_settings, "train", str(EXPERIMENT), "run.steps=6", "run.checkpoint_every=2")
+    # Long enough not to end by itself while the cancellation travels: a step takes a third of a second.
+    run = Run(stack_settings, "train", str(EXPERIMENT), "run.steps=100", "run.checkpoint_every=10")
     run_id = run.run_id
-    until(lambda: ledger.progress(run_id).step >= 3, 300, "three steps")
+    until(lambda: ledger.progress(run_id).step >= 11, 300, "a checkpoint and one more step")
     run.process.send_signal(signal.SIGINT)
     status, output = run.wait()
     assert status == 130, output
@@ -134,7 +135,7 @@ def test_a_cancelled_run_leaves_nothing_behind_and_can_be_resumed(stack_settings
     assert status == 0, output
     summary = resumed.summary(run_id)
     assert summary["status"] == "completed"
-    assert summary["trajectories_consumed"] == 6 * 4 * 4
+    assert summary["trajectories_consumed"] == 100 * 4 * 4
     assert summary["max_staleness_seen"] <= 2
     assert_nothing_left(stack_settings, ledger, run_id)
 
