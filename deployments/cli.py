@@ -88,9 +88,7 @@ def runs() -> None:
     """List all runs with their results."""
     from deployments.show import show_runs
 
-    settings = _settings()
-    settings.home.mkdir(parents=True, exist_ok=True)
-    show_runs(settings, _console())
+    show_runs(_settings(), _console())
 
 
 @app.command()
@@ -115,11 +113,10 @@ def prepare(experiment: ExperimentFile, overrides: Overrides = None) -> None:
     from tasks.readiness import make_ready, profile_machine
 
     resolved, settings, console = load_experiment(experiment, overrides), _settings(), _console()
-    with console.status("preparing the model"):
-        model_path = make_ready(resolved, settings)
-    machine = discover_machine()
-    with console.status("measuring the devices, which takes up to 4 minutes the first time"):
-        profiles = profile_machine(resolved, machine, model_path, settings)
+    console.print(f"Preparing {resolved.model.source} and checking the experiment.", soft_wrap=True)
+    model_path = make_ready(resolved, settings)
+    console.print("Measuring the devices, unless that was done before: up to 4 minutes.")
+    profiles = profile_machine(resolved, discover_machine(), model_path, settings)
     console.print(f"model: {model_path}", soft_wrap=True)
     for name, profile in profiles.items():
         best = max(profile.generation_tokens_per_s.values())
@@ -134,6 +131,7 @@ def resume(run: Annotated[str, typer.Argument(help="Run id, as `hexflow runs` sh
     """
     import json
 
+    from flows.context import require_unsupervised
     from tasks.exchange.layout import RunDirectory
     from tasks.exchange.ledger import Ledger
     from tasks.experiment import parse_experiment
@@ -142,9 +140,12 @@ def resume(run: Annotated[str, typer.Argument(help="Run id, as `hexflow runs` sh
     path = RunDirectory(settings.runs / run).experiment
     if not path.exists():
         raise UserError(f"There is no run {run} in {settings.runs}: `hexflow runs` lists them.")
-    row = Ledger(settings.ledger_url).find_run(run_id=run)
+    ledger = Ledger(settings.ledger_url)
+    row = ledger.find_run(run_id=run)
     if row is not None and row.state == "completed":
         raise UserError(f"Run {run} is complete: there is nothing to resume. Start a new run instead.")
+    if row is not None:
+        require_unsupervised(row, ledger)
     resolved = parse_experiment(json.loads(path.read_text()), str(path))
     _run_and_follow(settings, {"experiment": resolved.model_dump(mode="json"), "resume": run})
 
@@ -290,10 +291,12 @@ def _follow(settings: "Settings", api: Any, flow_run_id: str, console: "Console"
 def _leave(state: dict[str, Any], console: "Console") -> None:
     """Leave with the status that tells how the flow run ended."""
     if state["type"] != "COMPLETED":
-        console.print(f"{state['name']}: {state.get('message') or 'without a message'}", soft_wrap=True, markup=False)
+        message = str(state.get("message") or "without a message").removeprefix(_FLOW_ERROR).removeprefix("UserError: ")
+        console.print(f"{state['name']}: {message}", soft_wrap=True, markup=False)
     raise typer.Exit(EXIT_STATUS.get(state["type"], CANCELLED))
 
 
+_FLOW_ERROR = "Flow run encountered an exception: "
 _DISK_ERRORS = {
     errno.ENOSPC: "the disk is full: free some space",
     errno.EROFS: "it is on a read-only disk: set HEXFLOW_HOME and HEXFLOW_RUNS to directories that can be written",

@@ -44,6 +44,13 @@ class Member(BaseModel):
         except psutil.NoSuchProcess:
             return False
 
+    def is_idle(self) -> bool:
+        """Whether it has started no process that is still there; a worker's flow runs are its children."""
+        try:
+            return not psutil.Process(self.pid).children()
+        except psutil.NoSuchProcess:
+            return True
+
     def listens_on(self, port: int) -> bool:
         """Whether this process, or one that it started, accepts connections on a TCP port."""
         try:
@@ -170,14 +177,25 @@ def environment(settings: Settings, prefect_url: str, mlflow_url: str) -> dict[s
 def choose_port(preferred: int) -> int:
     """`preferred` if it is free on loopback, else any free port."""
     for port in (preferred, 0):
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind((HOST, port))
-            except OSError:
-                continue
-            return int(probe.getsockname()[1])
+        if (free := _bind(port)) is not None:
+            return free
     raise UserError(f"No port is free on {HOST}: end what holds them.")
+
+
+def is_taken(port: int) -> bool:
+    """Whether somebody listens on a loopback port."""
+    return _bind(port) is None
+
+
+def _bind(port: int) -> int | None:
+    """The loopback port that could be bound for a moment, any free one for 0; None if it is taken."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((HOST, port))
+        except OSError:
+            return None
+        return int(probe.getsockname()[1])
 
 
 def marked_processes(settings: Settings) -> Iterator[tuple[psutil.Process, dict[str, Any]]]:

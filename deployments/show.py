@@ -63,8 +63,13 @@ def _memory_gib(state: StackState) -> float:
     return total / 2**30
 
 
+def _has_no_ledger(settings: Settings) -> bool:
+    """Whether looking would make an empty ledger."""
+    return settings.ledger_url.startswith("sqlite") and not (settings.home / "ledger.db").exists()
+
+
 def _show_running(settings: Settings, console: Console) -> None:
-    if not (settings.home / "ledger.db").exists() and settings.ledger_url.startswith("sqlite"):
+    if _has_no_ledger(settings):
         return
     ledger = Ledger(settings.ledger_url)
     for run in [run for run in ledger.list_runs() if run.state == "running"]:
@@ -80,6 +85,9 @@ def _show_running(settings: Settings, console: Console) -> None:
 
 def show_runs(settings: Settings, console: Console) -> None:
     """Print a table of all runs, the newest last."""
+    if _has_no_ledger(settings):
+        console.print(f"No run yet under {settings.home}; HEXFLOW_HOME names another place.", soft_wrap=True)
+        return
     ledger = Ledger(settings.ledger_url)
     runs = sorted(ledger.list_runs(), key=lambda run: run.created_s)
     if not runs:

@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 from functools import partial
 from urllib.parse import urlsplit
 
-from filelock import FileLock, Timeout
+from filelock import BaseFileLock, FileLock, Timeout
 
 from deployments import servers, setup
 from deployments.api import PrefectApi, Unreachable, answers
@@ -31,6 +31,7 @@ SERVER_DEADLINE_S = 240.0
 SETUP_DEADLINE_S = 300.0
 WORKER_DEADLINE_S = 180.0
 WORKER_STARTS = 3
+PORT_TRIES = 3
 WORKER_GRACE_S = 60.0
 """Flow runs end within it on SIGTERM: `rl` ends its actors and closes the run's books first."""
 SERVER_GRACE_S = 15.0
@@ -62,29 +63,44 @@ def up(settings: Settings, say: Say = print) -> Stack:
             versions. What was started is left running; `down` ends it.
     """
     machine = discover_machine()
-    device_types = list(machine.count_by_type())
-    with _locked(settings):
-        began = datetime.now(UTC)
-        state = _wanted_state(settings, machine)
-        is_served = any(name.startswith(WORKER) for name in state.members)
-        own = [name for name in (PREFECT, MLFLOW) if not _named_server(name, state)]
-        for name in own:
-            _start_server(settings, state, name, say)
-        fingerprint = setup.fingerprint(machine.name, device_types)
-        has_news = state.deployed != fingerprint
-        if has_news:
-            _start(settings, state, SETUP, servers.setup_argv(is_ours=PREFECT in own))
-        for pool, queue in state.pools.items():
-            if _worker(pool) not in state.members:
-                _start(settings, state, _worker(pool), servers.worker_argv(pool, queue))
-        _wait_for_servers(state, own, say)
-        if has_news:
-            _wait_for_setup(state, say)
-            state.deployed = fingerprint
-            servers.save_state(settings, state)
-        _wait_for_workers(settings, state, say)
-        if not is_served:
-            _settle_flow_runs(settings, state, "CRASHED", "Its process was gone when the stack started.", began)
+    with _locked(settings, say):
+        for tries_left in reversed(range(PORT_TRIES)):
+            try:
+                return _up(settings, machine, say)
+            except _PortTaken as error:
+                if not tries_left:
+                    raise
+                say(f"{error} Trying another port.")
+    raise AssertionError("the last try returns or raises")
+
+
+class _PortTaken(UserError):
+    """Another program took a server's port between the look and the start."""
+
+
+def _up(settings: Settings, machine: Machine, say: Say) -> Stack:
+    began = datetime.now(UTC)
+    state = _wanted_state(settings, machine)
+    is_served = any(name.startswith(WORKER) for name in state.members)
+    own = [name for name in (PREFECT, MLFLOW) if not _named_server(name, state)]
+    _require_named_servers(state, own)
+    for name in own:
+        _start_server(settings, state, name, say)
+    fingerprint = setup.fingerprint(machine.name, list(machine.count_by_type()))
+    has_news = state.deployed != fingerprint
+    if has_news:
+        _start(settings, state, SETUP, servers.setup_argv(is_ours=PREFECT in own))
+    for pool, queue in state.pools.items():
+        if _worker(pool) not in state.members:
+            _start(settings, state, _worker(pool), servers.worker_argv(pool, queue))
+    _wait_for_servers(state, own, say)
+    if has_news:
+        _wait_for_setup(state, say)
+        state.deployed = fingerprint
+        servers.save_state(settings, state)
+    _wait_for_workers(settings, state, say)
+    if not is_served:
+        _settle_flow_runs(settings, state, "CRASHED", "Its process was gone when the stack started.", began)
     return Stack(state.prefect_url, state.mlflow_url)
 
 
@@ -99,7 +115,7 @@ def down(settings: Settings, say: Say = print) -> bool:
     """
     if not settings.home.exists():
         return False
-    with _locked(settings):
+    with _locked(settings, say):
         state = servers.load_state(settings)
         members = state.alive() if state else {}
         hosts = {name: member for name, member in members.items() if name in (PREFECT, MLFLOW)}
@@ -130,7 +146,7 @@ def find(settings: Settings) -> StackState | None:
 
 
 @contextmanager
-def _locked(settings: Settings) -> Iterator[None]:
+def _locked(settings: Settings, say: Say) -> Iterator[None]:
     """One `up` or `down` at a time per home."""
     try:
         settings.home.mkdir(parents=True, exist_ok=True)
@@ -140,13 +156,25 @@ def _locked(settings: Settings) -> Iterator[None]:
             f"The state directory {settings.home} cannot be made ({error.strerror}): set HEXFLOW_HOME to a directory "
             "that can be written."
         ) from None
+    lock = FileLock(settings.home / "stack.lock")
     try:
-        with FileLock(settings.home / "stack.lock", timeout=LOCK_DEADLINE_S):
-            yield
+        lock.acquire(timeout=0)
+    except Timeout:
+        say("Another `hexflow up` or `down` is at work here; waiting for it.")
+        _acquire_patiently(lock)
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _acquire_patiently(lock: BaseFileLock) -> None:
+    try:
+        lock.acquire(timeout=LOCK_DEADLINE_S)
     except Timeout:
         raise UserError(
-            f"Another `hexflow up` or `down` has held {settings.home / 'stack.lock'} for {LOCK_DEADLINE_S:.0f} s: wait "
-            "for it, or end it."
+            f"Another `hexflow up` or `down` has held {lock.lock_file} for {LOCK_DEADLINE_S:.0f} s: wait for it, or "
+            "end it."
         ) from None
 
 
@@ -213,11 +241,14 @@ def _start_server(settings: Settings, state: StackState, name: str, say: Say) ->
     known = state.own_urls.get(name)
     port = servers.choose_port(int(known.split(":")[2].split("/")[0]) if known else PORTS[name])
     url = f"http://{HOST}:{port}/api" if name == PREFECT else f"http://{HOST}:{port}"
-    workers = [member.pid for other, member in state.members.items() if other.startswith(WORKER)]
-    if known != url and workers:
+    others = {other: member for other, member in state.members.items() if other == SETUP or other.startswith(WORKER)}
+    if known != url and others:
         say(f"The port of the {name} server was taken meanwhile; starting the workers again for its new one.")
-        end_sessions(workers, WORKER_GRACE_S)
-        state.members = state.alive()
+    elif name == PREFECT:
+        # Prefect's workers never hear of a cancellation again once their server was away; those at work stay.
+        others = {other: member for other, member in others.items() if member.is_idle()}
+    end_sessions([member.pid for member in others.values()], WORKER_GRACE_S)
+    state.members = state.alive()
     state.own_urls = {**state.own_urls, name: url}
     if name == PREFECT:
         state.prefect_url = url
@@ -259,20 +290,35 @@ def _wait(what: str, done: Callable[[], bool], member: Member | None, deadline_s
         time.sleep(0.2)
 
 
-def _wait_for_servers(state: StackState, own: list[str], say: Say) -> None:
-    checks = {PREFECT: f"{state.prefect_url}/health", MLFLOW: f"{state.mlflow_url}/health"}
-    for name, url in checks.items():
-        if name in own:
-            serves = partial(_serves, state.members[name], url)
-            _wait(f"{name} server", serves, state.members[name], SERVER_DEADLINE_S, say)
-        elif url.startswith("http") and not answers(url, deadline_s=10.0):
+def _health_urls(state: StackState) -> dict[str, str]:
+    return {PREFECT: f"{state.prefect_url}/health", MLFLOW: f"{state.mlflow_url}/health"}
+
+
+def _require_named_servers(state: StackState, own: list[str]) -> None:
+    for name, url in _health_urls(state).items():
+        if name not in own and url.startswith("http") and not answers(url, deadline_s=10.0):
             variable = "PREFECT_API_URL" if name == PREFECT else "MLFLOW_TRACKING_URI"
             raise UserError(f"{variable} is set, but {url} does not answer: start that server, or unset {variable}.")
 
 
+def _wait_for_servers(state: StackState, own: list[str], say: Say) -> None:
+    for name in own:
+        member, url = state.members[name], _health_urls(state)[name]
+        try:
+            _wait(f"{name} server", partial(_serves, member, url), member, SERVER_DEADLINE_S, say)
+        except UserError as error:
+            if not member.alive() and servers.is_taken(_port(url)):
+                raise _PortTaken(f"Port {_port(url)} of the {name} server was taken by another program.") from error
+            raise
+
+
 def _serves(member: Member, url: str) -> bool:
     """Whether this very member answers: another program may have taken the port since it was found free."""
-    return answers(url) and member.listens_on(urlsplit(url).port or 0)
+    return answers(url) and member.listens_on(_port(url))
+
+
+def _port(url: str) -> int:
+    return urlsplit(url).port or 0
 
 
 def _wait_for_setup(state: StackState, say: Say) -> None:

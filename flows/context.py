@@ -57,7 +57,7 @@ def open_run(experiment: Experiment, resume: str | None, flow_run_id: str | None
     if run is None:
         known = ", ".join(run.run_id for run in ledger.list_runs()[-5:]) or "none"
         raise UserError(f"There is no run {resume} to resume; the latest runs are: {known}.")
-    _require_unsupervised(run, ledger)
+    require_unsupervised(run, ledger)
     return _reopen_run(run, settings, ledger, flow_run_id)
 
 
@@ -101,7 +101,12 @@ def _supervise(ledger: Ledger, run_id: str) -> Actor:
     return ledger.register(run_id, "supervisor", 0, os.getpid(), discover_machine().name)
 
 
-def _require_unsupervised(run: RunRow, ledger: Ledger) -> None:
+def require_unsupervised(run: RunRow, ledger: Ledger) -> None:
+    """Refuse to resume a run that a flow run is at work on.
+
+    Raises:
+        UserError: its supervisor was heard a moment ago.
+    """
     for actor in ledger.actors(run.run_id):
         alive = actor.state in ("starting", "running") and actor.silent_s < SUPERVISOR_SILENCE_S
         if actor.role == "supervisor" and alive:

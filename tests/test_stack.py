@@ -154,13 +154,13 @@ def test_up_refuses_a_named_server_that_is_not_there(
     state = state_with()
     state.prefect_url = f"http://127.0.0.1:{free_port}/api"
     with pytest.raises(UserError, match="PREFECT_API_URL is set"):
-        stack._wait_for_servers(state, own=[], say=lambda _: None)
+        stack._require_named_servers(state, own=[])
 
 
 def test_a_home_that_cannot_be_made_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     blocked = Settings(home=tmp_path / "file" / "home", runs=tmp_path, ledger_url="")
-    with pytest.raises(UserError, match="HEXFLOW_HOME"), stack._locked(blocked):
+    with pytest.raises(UserError, match="HEXFLOW_HOME"), stack._locked(blocked, print):
         pass
 
 
@@ -315,6 +315,26 @@ def test_a_server_is_known_by_the_process_that_listens(tmp_path: Path, free_port
         )
         assert stack._serves(listening, url)
         assert not stack._serves(silent, url)
+        assert servers.is_taken(free_port)
+        assert listening.is_idle()
     finally:
         foreign.stop()
         idle.stop()
+
+
+def test_a_port_taken_meanwhile_is_replaced(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What another program does between the look at a port and a server's start must not end a person's command."""
+    said: list[str] = []
+    outcomes = iter(
+        [stack._PortTaken("Port 4200 was taken."), stack.Stack("http://127.0.0.1:1/api", "http://127.0.0.1:2")]
+    )
+
+    def up_once(*_: object) -> stack.Stack:
+        outcome = next(outcomes)
+        if isinstance(outcome, stack._PortTaken):
+            raise outcome
+        return outcome
+
+    monkeypatch.setattr(stack, "_up", up_once)
+    assert stack.up(settings, said.append).prefect_page == "http://127.0.0.1:1"
+    assert said == ["Port 4200 was taken. Trying another port."]

