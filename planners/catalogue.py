@@ -3,6 +3,9 @@
 Peaks are the vendors' (dense bf16, no sparsity; links one way per device). Efficiencies were fitted by
 `python -m benchmarks.costmodel` on A100, H100 and L40S; every other type takes those of its architecture's fitted
 member, rescaled to its own ratio of compute to bandwidth, and says so in `fitted_on`.
+
+A source names where a figure is published. The peaks of data sheets were written down from memory and have not been
+compared with the sheets yet; those of the H20, of h800-paper and the H800's price come from AReaL-Hex.
 """
 
 import difflib
