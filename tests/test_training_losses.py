@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -60,16 +61,22 @@ def test_masked_answers_do_not_touch_the_statistics() -> None:
     assert not has_gradient(constant)
 
 
-def test_permuted_advantages_are_the_same_values_elsewhere() -> None:
+def test_permuted_advantages_are_the_groups_own_on_other_answers() -> None:
     groups = with_advantages([group(k, *(answer(float(j % (k + 2) == 0)) for j in range(6))) for k in range(4)])
+    groups += with_advantages([group(4, answer(1.0), answer(1.0))])
     shuffled = permute_advantages(groups, seed=3, step=5)
-    flat = [a for g in groups for a in g.advantages]
-    moved = [a for g in shuffled for a in g.advantages]
-    assert sorted(moved) == sorted(flat)
-    assert moved != flat
+    assert [sorted(g.advantages) for g in shuffled] == [sorted(g.advantages) for g in groups]
+    assert shuffled != groups
     assert shuffled == permute_advantages(groups, seed=3, step=5)
     assert shuffled != permute_advantages(groups, seed=3, step=6)
     assert [g.answers for g in shuffled] == [g.answers for g in groups]
+    assert not has_gradient(shuffled[4])
+
+
+def test_permuted_advantages_pull_nowhere_in_the_mean() -> None:
+    (control,) = with_advantages([group(0, answer(1.0), answer(0.0), answer(0.0), answer(0.25))])
+    pulls = [permute_advantages([control], seed=0, step=step)[0].advantages for step in range(4000)]
+    assert np.abs(np.mean(pulls, axis=0)).max() < 5 / math.sqrt(4000)  # 5 standard errors of values with variance 1
 
 
 def batch_of(behaviour: list[float], advantages: list[float], mask: list[float]) -> MicroBatch:

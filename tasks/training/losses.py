@@ -16,7 +16,7 @@ Sums run over all tokens of a minibatch on all ranks: `policy_loss` returns sums
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -66,11 +66,15 @@ def with_advantages(groups: Sequence[Group]) -> list[TrainingGroup]:
 
 
 def permute_advantages(groups: Sequence[TrainingGroup], seed: int, step: int) -> list[TrainingGroup]:
-    """The control experiment: the batch's advantages dealt to its answers at random, the same for (seed, step)."""
-    pool = np.array([advantage for group in groups for advantage in group.advantages])
-    shuffled = iter(np.random.default_rng([seed, step]).permutation(pool).tolist())
+    """The control experiment: each group's advantages dealt to its answers at random, the same for (seed, step).
+
+    Within the group, so that the control trains on the same groups with the same values as a real run, and only what
+    ties a value to its answer is cut: the expected gradient is zero. Dealt over the batch, groups that have no spread
+    would get advantages too, twice the tokens would train, and whole groups would be pushed up or down.
+    """
+    generator = np.random.default_rng([seed, step])
     return [
-        TrainingGroup(group.prompt_ids, group.answers, tuple(next(shuffled) for _ in group.answers)) for group in groups
+        replace(group, advantages=tuple(generator.permutation(np.array(group.advantages)).tolist())) for group in groups
     ]
 
 
