@@ -8,7 +8,9 @@ import hypothesis
 import pytest
 
 from deployments import stack
+from tasks.exchange.ledger import Actor, Ledger
 from tasks.settings import Settings
+from tests.ledger_support import ETA, RUN, STEPS, B
 
 E2E_TIMEOUT_S = 600
 """Limit of a test marked e2e: the first start of vLLM alone takes up to 150 s on two cold cores."""
@@ -78,3 +80,26 @@ def stack_settings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setting
         patch.setenv("HEXFLOW_DEVICES", f"fast={first};slow={second}")
         yield shared
         stack.down(shared)
+
+
+@pytest.fixture
+def ledger(tmp_path: Path) -> Iterator[Ledger]:
+    """A ledger with one small run; see `ledger_support`."""
+    opened = Ledger(f"sqlite:///{tmp_path / 'ledger.db'}")
+    opened.create_run(RUN, prompts_per_step=B, max_staleness=ETA, steps=STEPS, max_attempts_per_prompt=2)
+    yield opened
+    opened.close()
+
+
+@pytest.fixture
+def trainer(ledger: Ledger) -> Actor:
+    """The run's trainer, which has published version 0."""
+    actor = ledger.register(RUN, "trainer", 0, pid=1, machine="here")
+    ledger.record_version(actor, 0, "path-0")
+    return actor
+
+
+@pytest.fixture
+def replica(ledger: Ledger) -> Actor:
+    """The run's replica."""
+    return ledger.register(RUN, "replica", 0, pid=2, machine="here")
