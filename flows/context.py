@@ -91,7 +91,7 @@ def _reopen_run(run: RunRow, settings: Settings, ledger: Ledger, flow_run_id: st
     for actor in ledger.actors(run.run_id):
         if actor.role != supervisor.role:
             ledger.fence(run.run_id, actor.role, actor.slot)
-    step = latest_checkpoint(directory) or 0
+    step = latest_checkpoint(directory, ledger, run.run_id) or 0
     ledger.reopen_run(run.run_id, flow_run_id)
     ledger.resume_from(run.run_id, step, supervisor)
     return RunContext(run.run_id, experiment, directory, ledger, settings, supervisor, step, run.mlflow_run_id)

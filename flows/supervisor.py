@@ -209,7 +209,7 @@ class Supervisor:
         self._launcher.cancel(child.flow_run_id)
         resume_step = None
         if role == "trainer":
-            resume_step = latest_checkpoint(self._run.directory) or 0
+            resume_step = latest_checkpoint(self._run.directory, self._run.ledger, self._run.run_id) or 0
             self._run.ledger.resume_from(self._run.run_id, resume_step, self._run.supervisor)
         self._start(child.placement, resume_step)
 

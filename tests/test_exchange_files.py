@@ -114,8 +114,8 @@ def test_names_are_read_back(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
     assert version_of(run.weights_path(3, 1_234_567)) == (3, 1_234_567)
     assert group_of(run.group_path(42)) == 42
-    assert checkpoint_of(run.checkpoint_path(20)) == 20
-    for path in (run.weights_path(0, 1), run.group_path(1), run.checkpoint_path(1)):
+    assert checkpoint_of(run.checkpoint_path(3, 20)) == (3, 20)
+    for path in (run.weights_path(0, 1), run.group_path(1), run.checkpoint_path(0, 1)):
         hidden = temporary_sibling(path)
         assert is_temporary(hidden)
         assert (version_of(hidden), group_of(hidden), checkpoint_of(hidden)) == (None, None, None)

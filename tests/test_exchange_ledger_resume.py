@@ -97,3 +97,19 @@ def test_a_checkpoint_of_another_run_is_refused(ledger: Ledger, trainer: Actor) 
     run = ledger.find_run(run_id=RUN)
     assert run is not None
     assert run.lineage == 0
+
+
+def test_a_checkpoint_counts_only_in_the_history_that_survives(ledger: Ledger, trainer: Actor, replica: Actor) -> None:
+    found = [(0, 1), (0, 2), (1, 2)]
+    run_two_steps(ledger, trainer, replica)
+    assert ledger.proven_checkpoints(RUN, found) == [(0, 1), (0, 2)]
+    ledger.resume_from(RUN, 1, trainer)
+    assert ledger.proven_checkpoints(RUN, found) == [(0, 1)]
+    take(ledger, trainer, 1)
+    assert ledger.proven_checkpoints(RUN, found) == [(0, 1), (1, 2)]  # written, and its step not reported yet
+    ledger.record_step(trainer, 1, "{}")
+    assert ledger.proven_checkpoints(RUN, found) == [(0, 1), (1, 2)]
+    ledger.resume_from(RUN, 2)
+    assert ledger.proven_checkpoints(RUN, found) == [(0, 1), (1, 2)]
+    ledger.resume_from(RUN, 0)
+    assert ledger.proven_checkpoints(RUN, found) == []

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from planners.errors import UserError
+from tasks.exchange.files import is_temporary, target_of, temporary_sibling
 from tasks.exchange.layout import RunDirectory
 from tasks.experiment import AlgorithmSection
 from tasks.training.checkpoints import (
-    checkpoint_steps,
     delete_checkpoints,
-    latest_checkpoint,
+    found_checkpoints,
     load_checkpoint,
     save_checkpoint,
 )
@@ -59,7 +59,7 @@ def test_resuming_equals_never_stopping(run: RunDirectory, zero_stage: int) -> N
     expected = parameters_of(engine)
 
     resumed = make_engine(algorithm, seed=9)
-    load_checkpoint(run, 3, resumed, one_rank())
+    load_checkpoint(run, 0, 3, resumed, one_rank())
     assert draws() == expected_draws
     train(resumed, 3, 6)
     continued = parameters_of(resumed)
@@ -73,7 +73,6 @@ def test_a_replaced_trainer_leaves_no_checkpoint(run: RunDirectory) -> None:
     with pytest.raises(RuntimeError, match="replaced"):
         save_checkpoint(run, 1, 0, make_engine(AlgorithmSection()), one_rank(), replaced)
     assert list(run.checkpoints.iterdir()) == []
-    assert latest_checkpoint(run) is None
 
 
 @pytest.mark.parametrize(("free_bytes", "error"), [(4096, UserError), (1 << 40, RuntimeError)])
@@ -92,27 +91,29 @@ def test_a_full_disk_is_told_apart_from_other_failures(
     assert list(run.checkpoints.iterdir()) == []
 
 
-def test_old_abandoned_and_unfinished_checkpoints_go(run: RunDirectory) -> None:
-    for step in (2, 4, 6, 8):
-        run.checkpoint_path(step).mkdir()
-    unfinished = run.checkpoints / ".step-000010.0123.tmp"
-    unfinished.mkdir()
-    assert latest_checkpoint(run) == 8
-    delete_checkpoints(run, keep_newest=2, newest=6)
-    assert checkpoint_steps(run) == [4, 6]
-    assert not unfinished.exists()
+def test_only_what_a_trainer_knew_of_and_what_killed_ones_left_goes(run: RunDirectory) -> None:
+    for lineage, step in ((0, 2), (0, 4), (0, 6), (1, 6)):
+        run.checkpoint_path(lineage, step).mkdir()
+    for lineage in (0, 1, 2):
+        temporary_sibling(run.checkpoint_path(lineage, 8)).mkdir()
+    found = found_checkpoints(run)
+    successors = run.checkpoint_path(2, 8)
+    successors.mkdir()
+    delete_checkpoints(run, 1, keep=[(0, 4), (1, 6)], among=found)
+    assert found_checkpoints(run) == [(0, 4), (1, 6), (2, 8)]
+    assert [target_of(path) for path in run.checkpoints.iterdir() if is_temporary(path)] == [successors]
 
 
 def test_a_checkpoint_that_cannot_be_continued_is_named(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine(AlgorithmSection())
-    with pytest.raises(UserError, match=r"no checkpoint of step 4; it has \[\]"):
-        load_checkpoint(run, 4, engine, one_rank())
+    with pytest.raises(UserError, match=r"no checkpoint lineage-000-step-000004: .*resume"):
+        load_checkpoint(run, 0, 4, engine, one_rank())
     save_checkpoint(run, 4, 0, engine, one_rank(), confirm)
     with monkeypatch.context() as patch:
         patch.setattr(engine.deepspeed, "load_checkpoint", lambda *_, **__: (None, None))
         with pytest.raises(UserError, match="has no state to continue from"):
-            load_checkpoint(run, 4, engine, one_rank())
-    description = run.checkpoint_path(4) / "checkpoint.json"
+            load_checkpoint(run, 0, 4, engine, one_rank())
+    description = run.checkpoint_path(0, 4) / "checkpoint.json"
     description.write_text(description.read_text().replace('"ranks": 1', '"ranks": 2'))
     with pytest.raises(UserError, match="written by 2 ranks and cannot be continued with 1"):
-        load_checkpoint(run, 4, engine, one_rank())
+        load_checkpoint(run, 0, 4, engine, one_rank())

@@ -27,7 +27,7 @@ from tasks.experiment import AlgorithmSection, Experiment, RunSection
 from tasks.processes import ProcessGroup
 from tasks.settings import Settings
 from tasks.tracking import Tracker
-from tasks.training.checkpoints import checkpoint_steps
+from tasks.training.checkpoints import found_checkpoints, latest_checkpoint
 from tasks.training.engine import Engine, StepResult
 from tasks.training.launch import run_ranks, run_trainer
 from tasks.training.leader import Leader, batch_metrics
@@ -120,7 +120,7 @@ def test_two_ranks_train_like_one(settings: Settings, tmp_path: Path) -> None:
     replica.stop()
 
     assert_published(run, (0, 3), replayed(run, ledger, experiment))
-    assert checkpoint_steps(run) == [2, 3]
+    assert found_checkpoints(run) == [(0, 2), (0, 3)]
     progress = ledger.progress(RUN)
     assert (progress.step, progress.consumed, progress.latest_version) == (3, 9, (0, 3))
     assert progress.max_staleness_seen <= experiment.workload.max_staleness
@@ -157,7 +157,7 @@ def test_a_trainer_that_is_ended_and_resumed_trains_like_one_that_was_not(settin
         process.stop()
         replica.stop()
     assert trainer_says(ledger) == ("failed", "ended by SIGTERM")
-    assert checkpoint_steps(run) == [2]
+    assert found_checkpoints(run) == [(0, 2)]
 
     assert ledger.resume_from(RUN, 2) == 1
     replica = FakeReplica(ledger, run, limit=100)
@@ -248,6 +248,24 @@ def test_a_replaced_trainer_that_wakes_up_publishes_nothing(settings: Settings, 
     assert load_file(run.weights_path(1, 0) / "model.safetensors")["weight"].tolist() == [2.0, 2.0]
 
 
+def test_what_a_trainer_names_after_it_was_replaced_is_nobodys_checkpoint(settings: Settings, tmp_path: Path) -> None:
+    """It may be paused between its last look at its fence and the rename, or before it deletes old ones."""
+    experiment = Experiment()
+    run, ledger = make_run(settings, experiment)
+    zombie = make_leader(run, experiment, ledger, tmp_path)
+    ledger.resume_from(RUN, 0)
+    successor = make_leader(run, experiment, ledger, tmp_path)
+    run.checkpoint_path(0, 2).mkdir()
+    assert latest_checkpoint(run, ledger, RUN) is None
+    with pytest.raises(UserError, match=r"no checkpoint of step 2, it has \[\]: .* `hexflow resume"):
+        successor.checkpoint_lineage(2)
+    with pytest.raises(Fenced):
+        zombie.delete_checkpoints()
+    assert found_checkpoints(run) == [(0, 2)]
+    successor.delete_checkpoints()
+    assert found_checkpoints(run) == []
+
+
 def test_only_a_recorded_version_is_taken_as_published(settings: Settings, tmp_path: Path) -> None:
     experiment, model_path = Experiment(), save_tiny_model(tmp_path / "model")
     run, ledger = make_run(settings, experiment)
@@ -268,7 +286,7 @@ def test_the_message_of_a_silent_rollout_side_says_who_is_silent(settings: Setti
     ledger.heartbeat(replica, "starting", "loading vLLM")
     leader = make_leader(run, experiment, ledger, run.root)
     with pytest.raises(
-        UserError, match=r"8 are needed; replica 0 on there is starting \(loading vLLM\), last heard 0 s"
+        UserError, match=r"8 are needed; replica 0 on there is starting \(loading vLLM\), last heard \d+ s"
     ):
         leader.take_groups(0)
 

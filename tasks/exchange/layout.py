@@ -6,7 +6,7 @@ from pathlib import Path
 
 _VERSION_NAME = re.compile(r"lineage-(\d{3,})-version-(\d{6,})")
 _GROUP_NAME = re.compile(r"group-(\d{8,})\.safetensors")
-_CHECKPOINT_NAME = re.compile(r"step-(\d{6,})")
+_CHECKPOINT_NAME = re.compile(r"lineage-(\d{3,})-step-(\d{6,})")
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +68,9 @@ class RunDirectory:
         """Payload file of a group."""
         return self.trajectories / f"group-{group_id:08d}.safetensors"
 
-    def checkpoint_path(self, step: int) -> Path:
-        """Directory of the checkpoint from which step `step` (0-based) is the next one."""
-        return self.checkpoints / f"step-{step:06d}"
+    def checkpoint_path(self, lineage: int, step: int) -> Path:
+        """Directory of the checkpoint of a lineage from which step `step` (0-based) is the next one."""
+        return self.checkpoints / f"lineage-{lineage:03d}-step-{step:06d}"
 
 
 def version_of(path: Path) -> tuple[int, int] | None:
@@ -85,7 +85,7 @@ def group_of(path: Path) -> int | None:
     return int(match[1]) if match else None
 
 
-def checkpoint_of(path: Path) -> int | None:
-    """The step whose checkpoint `path` is, or None for anything else."""
+def checkpoint_of(path: Path) -> tuple[int, int] | None:
+    """The (lineage, step) whose checkpoint `path` is, or None for anything else."""
     match = _CHECKPOINT_NAME.fullmatch(path.name)
-    return int(match[1]) if match else None
+    return (int(match[1]), int(match[2])) if match else None

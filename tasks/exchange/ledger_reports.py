@@ -1,11 +1,13 @@
 """The ledger's record of what happened: evaluations, spans of time, finished steps, progress."""
 
 import json
+from collections.abc import Collection
 
 from sqlalchemy import Column, ColumnElement, Connection, delete, func, insert, select, update
 
 from tasks.exchange.database import Database, now_s
 from tasks.exchange.fence import require_active, require_current, rows_of, run_of
+from tasks.exchange.ledger_groups import next_step
 from tasks.exchange.ledger_weights import live_versions, usable_version
 from tasks.exchange.rows import Actor, Evaluation, EvaluationRow, Progress, SpanRow, StepRow, columns_of
 from tasks.exchange.schema import evaluations, groups, prompts, spans, steps
@@ -122,6 +124,22 @@ class Reports(Database):
         query = select(steps).where(steps.c.run_id == run_id).order_by(steps.c.step)
         with self.read() as connection:
             return [StepRow(row.step, row.end_s, json.loads(row.metrics_json)) for row in connection.execute(query)]
+
+    def proven_checkpoints(self, run_id: str, found: Collection[tuple[int, int]]) -> list[tuple[int, int]]:
+        """Those of the (lineage, step) found on storage that a resume may use, the newest last.
+
+        A checkpoint of step s is proven by step s - 1: finished in the checkpoint's lineage, and not taken back since.
+        A trainer writes the checkpoint before it reports that step, so the step that has consumed groups last counts as
+        finished in the current lineage. What a trainer that was replaced puts on storage afterwards is not proven.
+        """
+        query = select(steps.c.lineage, steps.c.step).where(steps.c.run_id == run_id)
+        with self.read() as connection:
+            finished = [(row.lineage, row.step) for row in connection.execute(query)]
+            last = next_step(connection, run_id) - 1
+            if last not in [step for _, step in finished]:
+                finished.append((run_of(connection, run_id).lineage, last))
+        proven = {(lineage, step + 1) for lineage, step in finished if step >= 0}
+        return sorted(proven & set(found), key=lambda checkpoint: checkpoint[1])
 
     def progress(self, run_id: str) -> Progress:
         """How far the run is, in one consistent reading."""

@@ -2,18 +2,20 @@
 
 The checkpoint of step s lets step s be the next one: the model after s steps, the optimiser, and every rank's random
 generators. The learning rate is a function of the step, and trajectories are in the ledger, so neither is stored.
-It is resumed with as many ranks as wrote it.
+It is resumed with as many ranks as wrote it. A lineage has one trainer, and a checkpoint the name of its lineage: one
+that a trainer finishes after it was replaced is beside its successor's, and the ledger does not count it.
 """
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from planners.errors import UserError
-from tasks.exchange.files import is_temporary, publish_directory, remove_directory, write_json
+from tasks.exchange.files import is_temporary, publish_directory, remove_directory, target_of, write_json
 from tasks.exchange.layout import RunDirectory, checkpoint_of
+from tasks.exchange.ledger import Ledger
 
 if TYPE_CHECKING:  # flows ask for the latest checkpoint without loading torch
     from tasks.training.engine import Engine
@@ -22,15 +24,16 @@ if TYPE_CHECKING:  # flows ask for the latest checkpoint without loading torch
 _DESCRIPTION = "checkpoint.json"
 
 
-def checkpoint_steps(run: RunDirectory) -> list[int]:
-    """Steps of the run's checkpoints, ascending."""
+def found_checkpoints(run: RunDirectory) -> list[tuple[int, int]]:
+    """(lineage, step) of every checkpoint on storage, in order; the ledger says which of them count."""
     found = (checkpoint_of(path) for path in run.checkpoints.iterdir())
-    return sorted(step for step in found if step is not None)
+    return sorted(checkpoint for checkpoint in found if checkpoint is not None)
 
 
-def latest_checkpoint(run: RunDirectory) -> int | None:
-    """Step of the newest checkpoint, or None before there is one."""
-    return max(checkpoint_steps(run), default=None)
+def latest_checkpoint(run: RunDirectory, ledger: Ledger, run_id: str) -> int | None:
+    """Step of the newest checkpoint that a resume may use, or None before there is one."""
+    proven = ledger.proven_checkpoints(run_id, found_checkpoints(run))
+    return proven[-1][1] if proven else None
 
 
 def save_checkpoint(
@@ -57,20 +60,20 @@ def save_checkpoint(
         confirm()
 
     if ranks.leads:
-        publish_directory(run.checkpoint_path(step), fill)
+        publish_directory(run.checkpoint_path(lineage, step), fill)
     else:
         _write_part(Path(ranks.share_text("")), engine, ranks)
 
 
-def load_checkpoint(run: RunDirectory, step: int, engine: "Engine", ranks: "Ranks") -> None:
-    """Continue from the checkpoint of `step`; every rank calls it.
+def load_checkpoint(run: RunDirectory, lineage: int, step: int, engine: "Engine", ranks: "Ranks") -> None:
+    """Continue from the checkpoint of `step` that was written in `lineage`; every rank calls it.
 
     Raises:
         UserError: there is no such checkpoint, or another number of ranks wrote it.
     """
-    path = run.checkpoint_path(step)
+    path = run.checkpoint_path(lineage, step)
     if not (path / _DESCRIPTION).exists():
-        raise UserError(f"Run {run.root.name} has no checkpoint of step {step}; it has {checkpoint_steps(run)}.")
+        raise UserError(f"Run {run.root.name} has no checkpoint {path.name}: continue it with `hexflow resume`.")
     written_by = json.loads((path / _DESCRIPTION).read_text())["ranks"]
     if written_by != ranks.size:
         raise UserError(
@@ -80,16 +83,26 @@ def load_checkpoint(run: RunDirectory, step: int, engine: "Engine", ranks: "Rank
     engine.load(path, _random_state_path(path, ranks))
 
 
-def delete_checkpoints(run: RunDirectory, keep_newest: int, newest: int) -> None:
-    """Delete all but the `keep_newest` newest checkpoints, those above step `newest`, and unfinished ones.
+def delete_checkpoints(
+    run: RunDirectory, lineage: int, keep: Collection[tuple[int, int]], among: Collection[tuple[int, int]]
+) -> None:
+    """Delete the checkpoints `among` which are not to be kept, and what killed trainers left unfinished.
 
-    Checkpoints above the step that a trainer resumed from belong to a future that was abandoned.
+    A trainer decides what to keep while it is current. If it is replaced meanwhile, nothing of its successor goes.
+
+    Args:
+        run: the run's directory.
+        lineage: the trainer's lineage; unfinished directories of this one and earlier ones go.
+        keep: (lineage, step) of those to keep.
+        among: what the decision was made on; anything else on storage came later.
     """
-    keep = [step for step in checkpoint_steps(run) if step <= newest][-keep_newest:]
-    for path in run.checkpoints.iterdir():
+    for path in sorted(run.checkpoints.iterdir()):
+        checkpoint = checkpoint_of(path)
         if is_temporary(path):
-            shutil.rmtree(path)
-        elif checkpoint_of(path) is not None and checkpoint_of(path) not in keep:
+            unfinished = checkpoint_of(target_of(path))
+            if unfinished is not None and unfinished[0] <= lineage:
+                shutil.rmtree(path)
+        elif checkpoint in among and checkpoint not in keep:
             remove_directory(path)
 
 

@@ -26,7 +26,7 @@ from tasks.exchange.trajectories import Group, Outcome, delete_payloads
 from tasks.exchange.weights import delete_unused, publish_weights
 from tasks.experiment import Experiment
 from tasks.tracking import Tracker
-from tasks.training.checkpoints import checkpoint_steps
+from tasks.training.checkpoints import delete_checkpoints, found_checkpoints
 from tasks.training.export import write_weights
 
 _POLL_S = 0.1
@@ -105,9 +105,36 @@ class Leader:
                 f"continue it with `hexflow resume {self.actor.run_id}`."
             )
 
+    def checkpoint_lineage(self, step: int) -> int:
+        """The lineage in which the checkpoint of `step` was written.
+
+        Raises:
+            UserError: there is no such checkpoint in the run's history.
+        """
+        proven = self.ledger.proven_checkpoints(self.actor.run_id, found_checkpoints(self.run))
+        lineages = {of_step: lineage for lineage, of_step in proven}
+        if step not in lineages:
+            raise UserError(
+                f"Run {self.actor.run_id} has no checkpoint of step {step}, it has {sorted(lineages)}: continue with "
+                f"`hexflow resume {self.actor.run_id}`."
+            )
+        return lineages[step]
+
+    def delete_checkpoints(self) -> None:
+        """Delete the checkpoints that retention does not keep, and those of abandoned futures.
+
+        Raises:
+            Fenced: another trainer has taken over; nothing was deleted.
+        """
+        found = found_checkpoints(self.run)
+        keep = self.ledger.proven_checkpoints(self.actor.run_id, found)[-self.experiment.storage.keep_checkpoints :]
+        self.confirm()  # so this trainer was current when it decided: what it deletes now is nobody's newest
+        delete_checkpoints(self.run, self.lineage, keep, found)
+
     def delete_payloads(self) -> None:
         """Delete consumed trajectories that retention does not keep and every checkpoint includes."""
-        oldest = min(checkpoint_steps(self.run), default=0)
+        proven = self.ledger.proven_checkpoints(self.actor.run_id, found_checkpoints(self.run))
+        oldest = proven[0][1] if proven else 0
         keep_steps = self.experiment.storage.keep_steps
         delete_payloads(self.run, self.ledger.disposable_groups(self.actor.run_id, keep_steps, oldest))
 

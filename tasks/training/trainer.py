@@ -22,7 +22,7 @@ from tasks.exchange.trajectories import Group, load_group
 from tasks.experiment import Experiment
 from tasks.processes import apply_device_environment, die_with_parent
 from tasks.tracking import Tracker
-from tasks.training.checkpoints import delete_checkpoints, load_checkpoint, save_checkpoint
+from tasks.training.checkpoints import load_checkpoint, save_checkpoint
 from tasks.training.engine import Engine, StepResult
 from tasks.training.leader import Leader, batch_metrics, leave_on_sigterm
 from tasks.training.losses import permute_advantages, with_advantages
@@ -60,7 +60,7 @@ class Trainer:
         self._publish(first_step)
         if self._leader:
             self._leader.require_newest(first_step)
-            delete_checkpoints(self._run, self._experiment.storage.keep_checkpoints, newest=first_step)
+            self._leader.delete_checkpoints()
         self._ranks.barrier()
         for step in range(first_step, self._experiment.run.steps):
             self._step(step)
@@ -138,7 +138,7 @@ class Trainer:
         confirm = self._leader.confirm if self._leader else _nothing
         save_checkpoint(self._run, step, self._lineage, self._engine, self._ranks, confirm)
         if self._leader:
-            delete_checkpoints(self._run, self._experiment.storage.keep_checkpoints, newest=step)
+            self._leader.delete_checkpoints()
             self._leader.delete_payloads()
             self._leader.ledger.record_span(self._leader.actor, "publish", time.monotonic() - started)
         return time.monotonic() - started
@@ -159,7 +159,8 @@ def train(args: argparse.Namespace, experiment: Experiment, leader: Leader | Non
     policy = load_policy(args.model_path, algorithm.temperature, experiment.model.max_context, dtype)
     engine = Engine(policy.to(ranks.device), algorithm, experiment.run.steps, ranks, dtype)
     if args.resume_step:
-        load_checkpoint(run, args.resume_step, engine, ranks)
+        (lineage,) = ranks.share([leader.checkpoint_lineage(args.resume_step) if leader else 0])
+        load_checkpoint(run, lineage, args.resume_step, engine, ranks)
     Trainer(run, experiment, engine, ranks, leader).train(args.resume_step or 0)
     ranks.barrier()
     dist.destroy_process_group()
