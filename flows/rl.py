@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from prefect import State, flow, runtime
@@ -59,7 +60,7 @@ def carry_out(run: RunContext, tracker: Tracker) -> dict[str, Any]:
     record_plan(run, plan, tracker)
     require_free(plan, run.settings)
     try:
-        train_and_roll_out(run, plan, model_path, tracker)
+        train_and_roll_out(run, plan, model_path)
     finally:
         summary = report(run, plan, tracker)
     return summary
@@ -76,9 +77,8 @@ def owned(run: RunContext) -> Iterator[Tracker]:
         run.experiment.model_dump(mode="json"),
         {**run.experiment.tracking.tags, "hexflow.run": run.run_id},
         run_id=run.mlflow_run_id,
+        on_open=partial(run.ledger.set_mlflow_run, run.run_id),
     )
-    if tracker.run_id:
-        run.ledger.set_mlflow_run(run.run_id, tracker.run_id)
     heartbeat = Heartbeat(run.ledger, run.supervisor, leaves_with_run=False).start()
     heartbeat.report("running")
     status: Status = "FAILED"
@@ -129,11 +129,10 @@ def require_free(plan: Plan, settings: Settings) -> None:
             pass
 
 
-def train_and_roll_out(run: RunContext, plan: Plan, model_path: str, tracker: Tracker) -> None:
+def train_and_roll_out(run: RunContext, plan: Plan, model_path: str) -> None:
     """Run the plan's actors until the last step is trained and evaluated; none is left on any way out."""
-    environment = {**run.settings.environment(), "HEXFLOW_MLFLOW_RUN": tracker.run_id or ""}
     with get_client(sync_client=True) as client:
-        launcher = PrefectLauncher(client, run.run_id, model_path, environment)
+        launcher = PrefectLauncher(client, run.run_id, model_path, run.settings.environment())
         supervisor = Supervisor(run, plan, launcher, ProgressArtifact(run.run_id))
         state = "failed"
         try:

@@ -3,7 +3,7 @@
 Invariant: `log` and `log_artifact` only append to a bounded queue; one background thread speaks to MLflow, retries what
 failed with growing pauses, and nothing it meets reaches the caller. Only `Tracker.parent` (to learn the run's id) and
 `finish` (to flush) wait, each up to a deadline. While the server is away points gather; what does not fit is dropped
-and counted, and the run itself is created as soon as the server answers.
+and counted, and the run itself is created as soon as the server answers, those of its actors after it.
 """
 
 import json
@@ -82,9 +82,10 @@ _Job = Callable[[_MlflowRun], None]
 class Tracker:
     """The metrics and artifacts of one MLflow run. Made by `parent` or `child`; ended by `finish` on every way out."""
 
-    def __init__(self, open_run: Callable[[], _MlflowRun] | None) -> None:
-        """`open_run` creates or reopens the run; None counts only."""
+    def __init__(self, open_run: Callable[[], _MlflowRun] | None, on_open: Callable[[str], None] | None = None) -> None:
+        """`open_run` creates or reopens the run (None counts only), `on_open` is then told its id."""
         self._open_run = open_run
+        self._on_open = on_open
         self._run: _MlflowRun | None = None
         self._news = threading.Condition()
         self._points: deque[_Point] = deque()
@@ -108,6 +109,7 @@ class Tracker:
         params: Mapping[str, Any],
         tags: Mapping[str, str],
         run_id: str | None = None,
+        on_open: Callable[[str], None] | None = None,
     ) -> Self:
         """Track a whole run; waits until the run's id is known or the first attempt has failed.
 
@@ -118,23 +120,34 @@ class Tracker:
             params: nested values, such as the resolved experiment; logged under dotted names.
             tags: tags of the MLflow run.
             run_id: an existing run to go on with, whose parameters stay as they are; None creates one.
+            on_open: told the run's id, from another thread, once MLflow has given it; may raise SQLAlchemyError or
+                OSError, and is then told again.
         """
         if not tracking_uri:
             return cls(None)
         if run_id is not None:
-            tracker = cls(lambda: _reopen(tracking_uri, run_id))
+            tracker = cls(lambda: _reopen(tracking_uri, run_id), on_open)
         else:
-            tracker = cls(lambda: _create(tracking_uri, experiment, run_name, tags))
+            tracker = cls(lambda: _create(tracking_uri, experiment, run_name, tags), on_open)
             tracker._add_job(lambda run: run.send_params(flatten(params)))
         tracker._tried.wait(OPEN_DEADLINE_S)
         return tracker
 
     @classmethod
-    def child(cls, tracking_uri: str | None, parent_run_id: str | None, name: str, tags: Mapping[str, str]) -> Self:
-        """Track one attempt of an actor under its run; does not wait. Without a parent it counts only."""
-        if not tracking_uri or not parent_run_id:
+    def child(
+        cls, tracking_uri: str | None, find_parent: Callable[[], str | None], name: str, tags: Mapping[str, str]
+    ) -> Self:
+        """Track one attempt of an actor under its run; does not wait.
+
+        Args:
+            tracking_uri: as for `parent`.
+            find_parent: MLflow's id of the run; asked again while it is None, since the run itself may come late.
+            name: name of the MLflow run.
+            tags: tags of the MLflow run.
+        """
+        if not tracking_uri:
             return cls(None)
-        return cls(lambda: _create_child(tracking_uri, parent_run_id, name, tags))
+        return cls(lambda: _create_child(tracking_uri, find_parent, name, tags))
 
     @property
     def run_id(self) -> str | None:
@@ -202,6 +215,8 @@ class Tracker:
     def _work(self) -> None:
         self._attempt(self._open, "open the run")
         run = self._run
+        if run is not None and self._on_open is not None:
+            self._attempt(partial(self._on_open, run.run_id), "be named in the ledger")
         while (item := self._next()) is not None:
             job, size = item
             if run is None or not self._attempt(partial(job, run), f"log {size} items"):
@@ -323,7 +338,12 @@ def _create(tracking_uri: str, experiment: str, run_name: str, tags: Mapping[str
     return _MlflowRun(client, run)
 
 
-def _create_child(tracking_uri: str, parent_run_id: str, name: str, tags: Mapping[str, str]) -> _MlflowRun:
+def _create_child(
+    tracking_uri: str, find_parent: Callable[[], str | None], name: str, tags: Mapping[str, str]
+) -> _MlflowRun:
+    parent_run_id = find_parent()
+    if parent_run_id is None:
+        raise ConnectionError("the run that this is a part of is not there yet")
     client = _client(tracking_uri)
     experiment_id = client.get_run(parent_run_id).info.experiment_id
     run = client.create_run(experiment_id, tags={**tags, "mlflow.parentRunId": parent_run_id}, run_name=name)

@@ -94,7 +94,7 @@ def make_replica(ledger: Ledger, experiment: Experiment, tmp_path: Path, engine:
     run = RunDirectory(tmp_path)
     run.create()
     answerer = Answerer(engine, text, text, Sampling(1.0, 4, text.stop_token_ids))
-    tracker = Tracker.child(None, None, "replica", {})
+    tracker = Tracker.child(None, lambda: None, "replica", {})
     return Replica(ReplicaParts(experiment, ledger, actor, run, engine, answerer, text, tracker, concurrency=8))
 
 

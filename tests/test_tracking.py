@@ -6,11 +6,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from tasks import tracking
+from tasks.exchange.ledger import Ledger
 from tasks.tracking import Tracker, end_attempts, flatten
 
 
@@ -46,7 +48,7 @@ def test_a_run_and_its_attempts_reach_the_store(store: str, client, tmp_path: Pa
     parent.log_artifact(picture)
     for step in range(2500):
         parent.log({"reward/mean": step / 10}, step)
-    child = Tracker.child(store, parent.run_id, "replica-0", {"hexflow.role": "replica"})
+    child = Tracker.child(store, lambda: parent.run_id, "replica-0", {"hexflow.role": "replica"})
     child.log({"throughput/response_tokens_per_s": 12.0}, 3)
     child.finish("KILLED")
     parent.finish("FINISHED")
@@ -93,7 +95,8 @@ def test_a_resumed_run_goes_on_under_its_id(store: str, client) -> None:
 def test_runs_of_dead_attempts_are_ended_from_outside(store: str, client) -> None:
     parent = Tracker.parent(store, "study", "dying", {}, {})
     children = {
-        slot: Tracker.child(store, parent.run_id, f"replica-{slot}", {"hexflow.slot": slot}) for slot in ("0", "1")
+        slot: Tracker.child(store, lambda: parent.run_id, f"replica-{slot}", {"hexflow.slot": slot})
+        for slot in ("0", "1")
     }
     for child in children.values():
         assert child._tried.wait(30)
@@ -148,10 +151,35 @@ def test_the_run_is_created_once_the_store_answers(store: str, client, monkeypat
     assert (run.info.status, run.data.metrics, run.data.params) == ("FINISHED", {"reward": 1.0}, {"run.steps": "1"})
 
 
+def test_actors_are_tracked_although_their_run_came_late(store: str, client, tmp_path: Path) -> None:
+    """MLflow was away when the run began: its actors ask the ledger for it until the ledger has been told."""
+    ledger = Ledger(f"sqlite:///{tmp_path / 'ledger.db'}")
+    ledger.create_run("run", prompts_per_step=1, max_staleness=1, steps=1, max_attempts_per_prompt=1)
+    child = Tracker.child(store, partial(ledger.mlflow_run, "run"), "replica-0", {})
+    child.log({"throughput": 1.0}, 0)
+    assert child._tried.wait(30)
+    assert child.run_id is None
+    told: list[str] = []
+
+    def tell(run_id: str) -> None:
+        told.append(run_id)
+        if len(told) == 1:
+            raise ConnectionError("the ledger is away")
+        ledger.set_mlflow_run("run", run_id)
+
+    parent = Tracker.parent(store, "study", "late", {}, {}, on_open=tell)
+    parent.finish("FINISHED")
+    child.finish("FINISHED")
+    assert told == [parent.run_id] * 2
+    attempt = client.get_run(child.run_id)
+    assert attempt.data.tags["mlflow.parentRunId"] == parent.run_id
+    assert attempt.data.metrics == {"throughput": 1.0}
+
+
 def test_no_uri_counts_only_and_imports_nothing() -> None:
     program = (
         "import sys; from tasks.tracking import Tracker, end_attempts; t = Tracker.parent(None, 'e', 'r', {}, {});"
-        "c = Tracker.child('', t.run_id, 'c', {}); c.log({'loss': float('nan')}, 0); c.finish('FINISHED');"
+        "c = Tracker.child('', lambda: t.run_id, 'c', {}); c.log({'loss': float('nan')}, 0); c.finish('FINISHED');"
         "t.finish('FAILED'); assert end_attempts(None, None, 'FAILED', {}) == 0;"
         "assert c.nonfinite == {'loss': 1} and c.dropped == 0; assert 'mlflow' not in sys.modules"
     )

@@ -83,6 +83,11 @@ class Runs(Database):
             run_of(connection, run_id)
             connection.execute(update(runs).where(runs.c.run_id == run_id).values(mlflow_run_id=mlflow_run_id))
 
+    def mlflow_run(self, run_id: str) -> str | None:
+        """The MLflow run that tracks this run; None while there is none."""
+        with self.read() as connection:
+            return run_of(connection, run_id).mlflow_run_id
+
     def add_plan_epoch(self, run_id: str, plan_json: str) -> int:
         """Put a plan in force and return its epoch (0-based); the plan that is in force already keeps its epoch."""
         with self.write(run_id) as connection:

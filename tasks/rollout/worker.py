@@ -9,6 +9,7 @@ import logging
 import os
 import signal
 import time
+from functools import partial
 from pathlib import Path
 
 from planners.errors import UserError
@@ -78,7 +79,7 @@ async def serve(ledger: Ledger, actor: Actor, heartbeat: Heartbeat, model_path: 
             await asyncio.to_thread(ledger.set_loaded, actor, lineage, number)
         tracker = Tracker.child(
             os.environ.get("MLFLOW_TRACKING_URI"),
-            os.environ.get("HEXFLOW_MLFLOW_RUN"),
+            partial(ledger.mlflow_run, actor.run_id),
             f"replica-{actor.slot}",
             {"hexflow.role": "replica", "hexflow.slot": str(actor.slot), "hexflow.attempt": str(actor.attempt)},
         )

@@ -9,6 +9,7 @@ import logging
 import os
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -175,7 +176,7 @@ def lead(args: argparse.Namespace, experiment: Experiment) -> None:
     heartbeat.report("starting", "loading the model")
     tracker = Tracker.child(
         os.environ.get("MLFLOW_TRACKING_URI"),
-        os.environ.get("HEXFLOW_MLFLOW_RUN"),
+        partial(ledger.mlflow_run, args.run),
         "trainer",
         {"hexflow.role": "trainer", "hexflow.slot": "0", "hexflow.attempt": str(actor.attempt)},
     )
