@@ -8,11 +8,13 @@ import logging
 import os
 import signal
 import threading
-from typing import Self
+from collections.abc import Callable
+from typing import Any, Self
 from uuid import UUID
 
 import httpx
 from prefect.client.orchestration import get_client
+from prefect.client.schemas.objects import State
 from prefect.exceptions import PrefectException
 
 from flows.context import RunContext
@@ -22,15 +24,31 @@ _WORKER_GRACE_POLLS = 2
 _log = logging.getLogger(__name__)
 
 
-class CancellationWatch:
-    """While entered, sends this process SIGTERM if its flow run stays Cancelling; that is what the worker would do.
+def read_state(flow_run_id: UUID) -> State[Any] | None:
+    """State of a flow run on the Prefect server.
 
-    It asks the Prefect server every few seconds, and does nothing more once the run is said to be over.
+    Raises:
+        httpx.HTTPError: the server is away or fails.
+        PrefectException: it does not know the flow run, or refuses.
+    """
+    with get_client(sync_client=True) as client:
+        return client.read_flow_run(flow_run_id).state
+
+
+class CancellationWatch:
+    """While entered, sends this process SIGTERM if its flow run stays Cancelling, or is called Cancelled already.
+
+    That is what the worker would do. The watch asks the Prefect server every few seconds, bears its absence, and does
+    nothing more once the run is said to be over.
     """
 
-    def __init__(self, run: RunContext, flow_run_id: str) -> None:
+    def __init__(
+        self, run: RunContext, flow_run_id: str, read: Callable[[UUID], State[Any] | None] = read_state
+    ) -> None:
+        """`read` gives the flow run's state, and may raise what `read_state` does."""
         self._run = run
         self._flow_run_id = UUID(flow_run_id)
+        self._read = read
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="cancellation-watch", daemon=True)
 
@@ -47,16 +65,15 @@ class CancellationWatch:
         while seen <= _WORKER_GRACE_POLLS:
             if self._stopped.wait(_POLL_S):
                 return
-            seen = seen + 1 if self._is_cancelling() else 0
+            seen = seen + 1 if self._is_to_end() else 0
         row = self._run.ledger.find_run(run_id=self._run.run_id)
         if row is not None and row.state == "running":
             _log.warning("run %s is being cancelled, but its worker does not act: ending it", self._run.run_id)
             os.kill(os.getpid(), signal.SIGTERM)
 
-    def _is_cancelling(self) -> bool:
+    def _is_to_end(self) -> bool:
         try:
-            with get_client(sync_client=True) as client:
-                state = client.read_flow_run(self._flow_run_id).state
+            state = self._read(self._flow_run_id)
         except (httpx.HTTPError, PrefectException):
             return False
-        return state is not None and state.is_cancelling()
+        return state is not None and (state.is_cancelling() or state.is_cancelled())
