@@ -69,7 +69,7 @@ class PrefectApi:
             with _DIRECT.open(request, timeout=deadline_s) as answer:
                 content = answer.read()
         except urllib.error.HTTPError as error:
-            reason = error.read().decode(errors="replace")[:500]
+            reason = _reason(error.read().decode(errors="replace"))
             if error.code == 503:
                 raise _Busy(f"The Prefect server was busy for {deadline_s:.0f} s: {reason}") from None
             if error.code >= 500:
@@ -122,6 +122,15 @@ class PrefectApi:
             "sort": "CREATED_DESC",
         }
         return [str(artifact["data"]) for artifact in reversed(self.call("POST", "/artifacts/filter", body))]
+
+
+def _reason(content: str) -> str:
+    """What an error's answer says: its `detail` where the server's code wrote one, else what there is of it."""
+    try:
+        detail = json.loads(content)["detail"]
+    except (ValueError, KeyError, TypeError):
+        detail = content
+    return str(detail)[:500]
 
 
 def _headers() -> dict[str, str]:

@@ -82,7 +82,7 @@ def entries(text: str, machine: str, device_types: list[str]) -> list[Entry]:
 def fingerprint(machine: str, device_types: list[str]) -> str:
     """Changes with anything that set-up writes: prefect.yaml, the machine, and the code that decides the forms."""
     root = FILE.parent.parent
-    forms = [root / "tasks/experiment.py", root / "planners/workload.py", root / "planners/plan.py"]
+    forms = [Path(__file__), root / "tasks/experiment.py", root / "planners/workload.py", root / "planners/plan.py"]
     sources = [FILE, *sorted((root / "flows").glob("*.py")), *forms]
     digest = hashlib.sha256(repr((machine, device_types, local_versions())).encode())
     for source in sources:
@@ -172,6 +172,7 @@ async def _deploy(client: "PrefectClient", entry: Entry) -> None:
     assert entry.work_pool is not None
     module, _, function = entry.entrypoint.partition(":")
     flow: Any = vars(import_module(module))[function]
+    schema = parameter_schema(flow).model_dump(exclude_unset=True)
     await client.create_deployment(
         flow_id=await client.create_flow(flow),
         name=entry.name,
@@ -181,7 +182,8 @@ async def _deploy(client: "PrefectClient", entry: Entry) -> None:
         tags=entry.tags,
         work_pool_name=entry.work_pool.name,
         work_queue_name=entry.work_pool.work_queue_name,
-        parameter_openapi_schema=parameter_schema(flow).model_dump(exclude_unset=True),
+        # A misspelt parameter is refused with its name when the run is asked for, not when a worker has started it.
+        parameter_openapi_schema={**schema, "additionalProperties": False},
         enforce_parameter_schema=True,
         pull_steps=[],
         job_variables={},

@@ -242,7 +242,7 @@ def test_set_up_refuses_a_shared_server_of_other_versions(server: FakeServer) ->
 
 
 def test_refusals_and_outages_are_told_apart(server: FakeServer, free_port: int) -> None:
-    with pytest.raises(UserError, match="none such"):
+    with pytest.raises(UserError, match=r"refused GET /flow_runs/1 \(404\): none such$"):
         PrefectApi(server.url).flow_run("1")
     with pytest.raises(Unreachable):
         PrefectApi(f"http://127.0.0.1:{free_port}/api").flow_run("1")
@@ -261,6 +261,10 @@ def test_a_real_stack_starts_heals_and_ends(stack_settings: Settings) -> None:
     assert form["definitions"]["AlgorithmSection"]["properties"]["lr"]["description"]
     placed = api.call("GET", "/deployments/name/rollout/slow")
     assert (placed["work_pool_name"], placed["work_queue_name"]) == ("slow", "tester")
+    with pytest.raises(UserError, match=r"Additional properties are not allowed \('runn' was unexpected\)$"):
+        api.create_flow_run("evaluate/evaluate", {"runn": "tiny-1"})
+    with pytest.raises(UserError, match=r"'experiment\.run'.*\('stepps' was unexpected\)$"):
+        api.create_flow_run("rl/rl", {"experiment": {"run": {"stepps": 1}}})
     assert hexflow("status").returncode == 0
 
     assert hexflow("up").returncode == 0
