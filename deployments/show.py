@@ -125,8 +125,10 @@ def read_summary(settings: Settings, run_id: str) -> dict[str, Any]:
 
 def summary_lines(summary: dict[str, Any], directory: Path) -> Iterable[str]:
     """The key figures of a finished run, one line each; figures that are not there are left out."""
+    unscored = summary.get("eval_unscored")
     named = {
-        "held-out accuracy": f"{figure(summary.get('eval_before'))} → {figure(summary.get('eval_after'))}",
+        "held-out accuracy": f"{figure(summary.get('eval_before'))} → {figure(summary.get('eval_after'))}"
+        + (f" ({unscored} answers could not be scored and count 0)" if unscored else ""),
         "95 % interval of the gain": _interval(summary.get("eval_ci95")),
         "steps": figure(summary.get("steps")),
         "step, predicted / measured": f"{figure(summary.get('step_s_predicted'))} / "

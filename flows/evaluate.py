@@ -3,6 +3,7 @@
 import json
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -45,15 +46,21 @@ def evaluate(experiment: Experiment = Experiment(), run: str | None = None) -> d
             deadline_s = experiment.run.start_deadline_s + experiment.run.step_deadline_s
             run_until_it_ends(argv, placement, settings.logs / "evaluate.log", deadline_s)
         rewards = json.loads(out.read_text())
-    result = {
-        "weights": run or experiment.model.source,
-        "greedy": fmean(rewards["greedy"]),
-        "sampled": fmean([fmean(samples) for samples in rewards["sampled"]]),
-        "questions": len(rewards["greedy"]),
-    }
+    result = accuracy(run or experiment.model.source, rewards)
     create_table_artifact([result], key="evaluation", description="Mean reward on the held-out questions.")
     print(result)
     return result
+
+
+def accuracy(weights: str, rewards: Mapping[str, Any]) -> dict[str, Any]:
+    """What is reported of an evaluation; `rewards` is `EvaluationResult` as JSON."""
+    return {
+        "weights": weights,
+        "greedy": fmean(rewards["greedy"]),
+        "sampled": fmean([fmean(samples) for samples in rewards["sampled"]]),
+        "questions": len(rewards["greedy"]),
+        "answers without a score": sum(rewards["unscored"].values()),
+    }
 
 
 def run_experiment(directory: RunDirectory, run_id: str) -> Experiment:

@@ -54,8 +54,9 @@ def summarise(
     """The figures of a run by name.
 
     Accuracies are mean rewards over the held-out items: sampled unless named greedy; `eval_ci95` is the 95 % interval
-    of after − before, paired by item. `step_s_measured` is the median time from the end of one step to the end of the
-    next, and `tokens_per_s` the response tokens of a mean step over that time. What is not known yet is None.
+    of after − before, paired by item; `eval_unscored` counts the answers that could not be scored and so count 0.
+    `step_s_measured` is the median time from the end of one step to the end of the next, and `tokens_per_s` the
+    response tokens of a mean step over that time. What is not known yet is None.
     """
     step_s = _median_step_s(steps)
     tokens_per_step = progress.response_tokens / len(steps) if steps else None
@@ -102,6 +103,8 @@ def _evaluation_figures(evaluations: Mapping[str, EvaluationRow]) -> dict[str, A
     change = asdict(paired_difference(sampled["before"], sampled["after"])) if paired else None
     figures["eval_change"] = change["mean"] if change else None
     figures["eval_ci95"] = [change["low"], change["high"]] if change else None
+    counts = [sum(row.result.get("unscored", {}).values()) for row in evaluations.values() if row.result is not None]
+    figures["eval_unscored"] = sum(counts) if counts else None
     figures["eval_items"] = len(sampled["before"]) if "before" in sampled else None
     return figures
 

@@ -331,6 +331,12 @@ def test_runs_are_listed_with_their_results(settings: Settings) -> None:
     assert all(expected in out.getvalue() for expected in ("tiny-1", "running", "0/4", "0.06 → 0.7", "39"))
 
 
+def test_answers_without_a_score_are_told(tmp_path: Path) -> None:
+    lines = summary_lines({"eval_before": 0.25, "eval_after": 0.5, "eval_unscored": 3}, tmp_path)
+    assert "0.25 → 0.5 (3 answers could not be scored and count 0)" in next(iter(lines))
+    assert "could not be scored" not in next(iter(summary_lines({"eval_unscored": 0}, tmp_path)))
+
+
 def test_summary_lines_leave_gaps_where_nothing_is_known(tmp_path: Path) -> None:
     lines = dict(line.split("  ", 1) for line in summary_lines({"eval_ci95": [0.5, 0.73], "steps": 40}, tmp_path))
     assert lines["95 % interval of the gain"].strip() == "+0.500 to +0.730"

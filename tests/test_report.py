@@ -56,7 +56,8 @@ PLAN = Plan(
 
 def evaluation(purpose: str, greedy: list[float], sampled: list[list[float]]) -> EvaluationRow:
     version = 0 if purpose == "before" else 3
-    return EvaluationRow(purpose, version, "done", {"greedy": greedy, "sampled": sampled})
+    unscored = {} if purpose == "before" else {"timeout": 2, "error": 1}
+    return EvaluationRow(purpose, version, "done", {"greedy": greedy, "sampled": sampled, "unscored": unscored})
 
 
 EVALUATIONS = {
@@ -78,6 +79,7 @@ def test_summary_by_hand() -> None:
     assert summary["run_id"], summary["status"] == ("laptop-1", "completed")
     assert (summary["eval_before"], summary["eval_after"]) == pytest.approx((1 / 6, 5 / 6))
     assert (summary["eval_before_greedy"], summary["eval_after_greedy"]) == pytest.approx((1 / 3, 1.0))
+    assert summary["eval_unscored"] == 3
     half = 1.959964 * math.sqrt(1 / 3) / math.sqrt(3)  # differences 1, 0, 1
     assert summary["eval_ci95"] == pytest.approx([2 / 3 - half, 2 / 3 + half])
     assert (summary["trajectories_consumed"], summary["trajectories_dropped"]) == (192, 24)
@@ -97,7 +99,15 @@ def test_a_run_that_never_began_has_a_summary_too() -> None:
     requested = {"before": EvaluationRow("before", 0, "requested", None)}
     summary = summarise(replace(RUN, state="failed"), empty, [], [], requested, PLAN, group_size=8)
     assert summary["status"] == "failed"
-    for name in ("eval_before", "eval_after", "eval_ci95", "step_s_measured", "tokens_per_s", "overlap_share"):
+    for name in (
+        "eval_before",
+        "eval_after",
+        "eval_unscored",
+        "eval_ci95",
+        "step_s_measured",
+        "tokens_per_s",
+        "overlap_share",
+    ):
         assert summary[name] is None
     assert summary["weight_versions"] == summary["trajectories_dropped"] == 0
 

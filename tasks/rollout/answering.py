@@ -1,7 +1,6 @@
 """From a prompt to scored answers: generation, decoding and scoring of one answer or one whole group."""
 
 import asyncio
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -50,11 +49,12 @@ class Answerer:
             return None
         return tuple(await asyncio.gather(*(self._score(item, answer) for answer in answers)))
 
-    async def answer_once(self, name: str, item: Item, prompt_ids: Sequence[int], temperature: float) -> float:
-        """Reward of one answer at `temperature`; an answer that could not be scored counts 0, as a wrong one."""
+    async def answer_once(
+        self, name: str, item: Item, prompt_ids: Sequence[int], temperature: float
+    ) -> tuple[Outcome, float]:
+        """Outcome and reward of one answer at `temperature`; the reward is NaN unless it was scored."""
         answer = await self.engine.generate(name, prompt_ids, replace(self.sampling, temperature=temperature))
-        _, reward = await self.scorer.score(item, self._text(answer))
-        return 0.0 if math.isnan(reward) else reward
+        return await self.scorer.score(item, self._text(answer))
 
     async def _score(self, item: Item, answer: Answer) -> Trajectory:
         outcome, reward = await self.scorer.score(item, self._text(answer))
