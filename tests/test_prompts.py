@@ -1,6 +1,8 @@
 """Questions: the same for every replica, never one that is held out, and a clear refusal of data that cannot serve."""
 
 import json
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,7 @@ from hypothesis import strategies as st
 
 from planners.errors import UserError
 from tasks.experiment import Experiment, parse_experiment
-from tasks.rollout.prompts import Item, PromptSource, open_generator
+from tasks.rollout.prompts import Item, PromptSource, generator_names, open_generator
 
 
 class ByteTokenizer:
@@ -206,3 +208,20 @@ def test_an_item_survives_the_way_to_its_scorer(question: str, answer: str, meta
     line = item.to_json()
     assert "\n" not in line
     assert Item.from_json(line) == item
+
+
+def test_the_generators_are_known_without_importing_them() -> None:
+    """Importing all of them takes ten seconds, too long to be told of a misspelt name."""
+    code = (
+        "import sys\nfrom planners.errors import UserError\nfrom tasks.experiment import DataSection\n"
+        "from tasks.rollout.prompts import open_generator\n"
+        "try: open_generator(DataSection(task='chain_sums'), 0)\n"
+        "except UserError as error: print(error, 'reasoning_gym' in sys.modules)"
+    )
+    root = Path(__file__).parent.parent
+    said = subprocess.check_output([sys.executable, "-c", code], cwd=root, text=True, timeout=60)
+    assert said == "data.task 'chain_sums' is not a reasoning-gym generator (did you mean 'chain_sum'?). False\n"
+
+    from reasoning_gym.factory import DATASETS
+
+    assert generator_names() == sorted(DATASETS)

@@ -6,8 +6,10 @@ sees the same questions; and it never returns a held-out question.
 
 import difflib
 import functools
+import importlib.util
 import json
 import random
+import re
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -29,6 +31,8 @@ TOY_CHARACTERS = "abc"
 TOY_NUMBERS = 100
 LINE = "line"
 """Key in the metadata of a question from a file: the number of its line, from 1."""
+_GENERATOR_NAME = re.compile(r'(?:^DATASET_NAME = |^register_dataset\(\s*)"(\w+)"', re.MULTILINE)
+"""How a generator of reasoning-gym says its name."""
 _EXAMPLE_ROW = '{"question": "2 + 2 =", "answer": "4"}'
 
 
@@ -214,12 +218,13 @@ def open_generator(data: DataSection, seed: int) -> Any:
     Raises:
         UserError: the task is unknown (the nearest is named) or its parameters do not fit.
     """
-    from reasoning_gym.factory import DATASETS, create_dataset  # seconds to import
-
-    if data.task not in DATASETS:
-        near = difflib.get_close_matches(data.task, DATASETS, n=1, cutoff=0.5)
-        hint = f"did you mean '{near[0]}'?" if near else f"for example: {', '.join(sorted(DATASETS)[:8])}"
+    names = generator_names()
+    if data.task not in names:
+        near = difflib.get_close_matches(data.task, names, n=1, cutoff=0.5)
+        hint = f"did you mean '{near[0]}'?" if near else f"for example: {', '.join(names[:8])}"
         raise UserError(f"data.task '{data.task}' is not a reasoning-gym generator ({hint}).")
+    from reasoning_gym.factory import DATASETS, create_dataset  # imports all generators, which takes 5 to 15 s
+
     known = [name for name in DATASETS[data.task][1].__dataclass_fields__ if name not in ("seed", "size")]
     unknown = sorted(data.parameters.keys() - set(known))
     if unknown:
@@ -230,6 +235,16 @@ def open_generator(data: DataSection, seed: int) -> Any:
         return create_dataset(data.task, **data.parameters, seed=seed, size=GENERATOR_BLOCK)
     except (AssertionError, TypeError, ValueError) as error:
         raise UserError(f"data.parameters {data.parameters} do not fit {data.task}: {error}.") from None
+
+
+@functools.cache
+def generator_names() -> list[str]:
+    """All generators of reasoning-gym, sorted; read from its sources, since importing them would take too long."""
+    package = importlib.util.find_spec("reasoning_gym")
+    assert package is not None
+    assert package.submodule_search_locations is not None
+    sources = Path(package.submodule_search_locations[0]).rglob("*.py")
+    return sorted(name for source in sources for name in _GENERATOR_NAME.findall(source.read_text(encoding="utf-8")))
 
 
 # --- JSON Lines ---
