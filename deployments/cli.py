@@ -98,9 +98,10 @@ def train(experiment: ExperimentFile, overrides: Overrides = None) -> None:
     Exit status 0: completed; 1: failed, or lost from sight; 2: bad input, nothing was started; 130: cancelled.
     """
     from tasks.experiment import load_experiment
-    from tasks.readiness import make_ready
+    from tasks.readiness import make_ready, require_free_devices
 
     resolved, settings = load_experiment(experiment, overrides), _settings()
+    require_free_devices(resolved, settings)
     make_ready(resolved, settings)
     _run_and_follow(settings, {"experiment": resolved.model_dump(mode="json"), "resume": None})
 

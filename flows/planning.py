@@ -10,15 +10,16 @@ from planners.plan import Plan
 from planners.profile import DeviceProfile
 from planners.split import plan_split
 from tasks.discovery import discover_machine
+from tasks.exchange.layout import RunDirectory
 from tasks.experiment import Experiment
 from tasks.readiness import make_ready, profile_machine
 from tasks.settings import load_settings
 
 
 @task
-def prepare(experiment: Experiment) -> str:
-    """Directory of the prepared model, after a check that data, prompts and devices fit the experiment."""
-    return str(make_ready(experiment, load_settings()))
+def prepare(experiment: Experiment, run: RunDirectory | None = None) -> str:
+    """Directory of the prepared model, after a check that data, prompts and devices fit the experiment, and `run`."""
+    return str(make_ready(experiment, load_settings(), run))
 
 
 @task

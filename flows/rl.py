@@ -53,7 +53,7 @@ def rl(experiment: Experiment = Experiment(), resume: str | None = None) -> dict
 def carry_out(run: RunContext, tracker: Tracker) -> dict[str, Any]:
     """Everything between a run's begin and its end; returns the summary."""
     show_tracking(tracker)
-    model_path = prepare(run.experiment)
+    model_path = prepare(run.experiment, run.directory)
     machine = discover()
     profiles = measure(run.experiment, machine, model_path)
     plan = make_plan(run.experiment, machine, profiles)

@@ -5,6 +5,7 @@ A hold is a lock of the operating system on a file per device, so it ends with i
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 
 import filelock
 
@@ -31,19 +32,38 @@ def hold_devices(
     Raises:
         UserError: another actor holds one of them.
     """
-    directory = settings.home / "devices"
-    directory.mkdir(parents=True, exist_ok=True)
     with ExitStack() as held:
         for device in sorted(devices):
-            path = directory / f"{kind}-{device}"
-            lock = filelock.FileLock(f"{path}.lock", timeout=deadline_s)
+            path = _path(kind, device, settings)
             try:
-                held.enter_context(lock)
+                held.enter_context(_lock(path, deadline_s))
             except filelock.Timeout:
-                name = path.read_text().strip() if path.exists() else "another process"
-                raise UserError(
-                    f"{'GPU' if kind == 'cuda' else 'Core'} {device} is held by {name}: wait until it has ended, or "
-                    "cancel it."
-                ) from None
+                raise UserError(_describe(kind, device, path)) from None
             path.write_text(f"{holder}\n")
         yield
+
+
+def describe_holder(kind: str, device: int, settings: Settings) -> str | None:
+    """A sentence on who holds a device at this moment, with the remedy; None if it is free."""
+    path = _path(kind, device, settings)
+    try:
+        with _lock(path, deadline_s=0.0):
+            return None
+    except filelock.Timeout:
+        return _describe(kind, device, path)
+
+
+def _path(kind: str, device: int, settings: Settings) -> Path:
+    """The file that names a device's last holder; its lock lies beside it."""
+    directory = settings.home / "devices"
+    directory.mkdir(parents=True, exist_ok=True)
+    return directory / f"{kind}-{device}"
+
+
+def _lock(path: Path, deadline_s: float) -> filelock.FileLock:
+    return filelock.FileLock(f"{path}.lock", timeout=deadline_s)
+
+
+def _describe(kind: str, device: int, path: Path) -> str:
+    name = path.read_text().strip() if path.exists() else "another process"
+    return f"{'GPU' if kind == 'cuda' else 'Core'} {device} is held by {name}: wait until it has ended, or cancel it."

@@ -5,6 +5,7 @@ import math
 import os
 import shutil
 import tempfile
+import time
 from pathlib import Path
 
 import psutil
@@ -14,7 +15,9 @@ from planners.errors import UserError
 from planners.model import read_model
 from planners.profile import DeviceProfile
 from planners.split import check_devices
+from tasks.devices import describe_holder
 from tasks.discovery import discover_machine
+from tasks.exchange.layout import RunDirectory
 from tasks.experiment import Experiment
 from tasks.models import load_tokenizer, prepare_model
 from tasks.profiling.profile import profile_device
@@ -25,10 +28,34 @@ from tasks.training.memory import checkpoint_bytes, count_parameters, training_m
 
 _ELEMENT_BYTES = {"float32": 4, "bfloat16": 2}
 _GIB = 2**30
+LEAVING_S = 10.0
+"""A run that ends gives its devices back within it."""
 
 
-def make_ready(experiment: Experiment, settings: Settings) -> Path:
+def require_free_devices(experiment: Experiment, settings: Settings) -> None:
+    """Refuse to start a run while others leave it fewer than two devices, one to train and one to generate.
+
+    Raises:
+        UserError: fewer than two are free, also after `LEAVING_S`; a holder is named.
+    """
+    give_up = time.monotonic() + LEAVING_S
+    devices = _usable_machine(experiment).devices
+    while True:
+        held = [said for device in devices if (said := describe_holder(device.kind, device.index, settings))]
+        if len(devices) - len(held) >= 2:
+            return
+        if time.monotonic() > give_up:
+            raise UserError(held[0])
+        time.sleep(0.2)
+
+
+def make_ready(experiment: Experiment, settings: Settings, run: RunDirectory | None = None) -> Path:
     """Prepare the model, and check that data, prompts, devices, memory and storage can serve the experiment.
+
+    Args:
+        experiment: the experiment.
+        settings: where models and runs lie.
+        run: directory of the run, whose versions and checkpoints are there already if it is resumed; None: no run yet.
 
     Returns:
         The prepared model's directory.
@@ -37,18 +64,13 @@ def make_ready(experiment: Experiment, settings: Settings) -> Path:
         UserError: the model cannot be used, the data or a prompt does not fit, there are too few devices, or memory or
             storage do not suffice.
     """
-    machine = check_devices(
-        discover_machine(),
-        train_type=experiment.planner.train_type,
-        train_devices=experiment.planner.train_devices,
-        device_types=experiment.cluster.device_types,
-    )
+    machine = _usable_machine(experiment)
     _check_writable(settings.home, "HEXFLOW_HOME")
     _check_writable(settings.runs, "HEXFLOW_RUNS")
     model_path = prepare_model(experiment.model, settings)
     parameters = count_parameters(model_path)
     _check_memory(experiment, machine, model_path, parameters)
-    _check_room(experiment, settings.runs, parameters)
+    _check_room(experiment, settings.runs, parameters, _bytes_of(run) if run else 0)
     _check_prompts(experiment, model_path)
     return model_path
 
@@ -72,6 +94,16 @@ def profile_machine(
         )
 
     return dict(zip(types, asyncio.run(measure()), strict=True))
+
+
+def _usable_machine(experiment: Experiment) -> Machine:
+    """This machine with the devices that the experiment may use. Raises UserError where they cannot serve it."""
+    return check_devices(
+        discover_machine(),
+        train_type=experiment.planner.train_type,
+        train_devices=experiment.planner.train_devices,
+        device_types=experiment.cluster.device_types,
+    )
 
 
 def _check_prompts(experiment: Experiment, model_path: Path) -> None:
@@ -139,20 +171,29 @@ def _check_gpu_memory(experiment: Experiment, machine: Machine, model_path: Path
         )
 
 
-def _check_room(experiment: Experiment, runs: Path, parameters: int) -> None:
-    """Room for the versions and checkpoints kept at once; a new one is written before the oldest is deleted."""
+def _check_room(experiment: Experiment, runs: Path, parameters: int, present: int) -> None:
+    """Room for the versions and checkpoints kept at once; a new one is written before the oldest is deleted.
+
+    `present` bytes of them are there already.
+    """
     run, storage = experiment.run, experiment.storage
     version = parameters * _ELEMENT_BYTES[experiment.model.dtype]
     checkpoint = checkpoint_bytes(parameters, experiment.model.dtype)
     versions = min(storage.keep_versions, run.steps) + 1
     checkpoints = min(storage.keep_checkpoints + 1, math.ceil(run.steps / run.checkpoint_every))
-    needed, free = versions * version + checkpoints * checkpoint, shutil.disk_usage(runs).free
+    needed, free = versions * version + checkpoints * checkpoint - present, shutil.disk_usage(runs).free
     if needed > free:
         raise UserError(
-            f"The run needs about {_gib(needed)} in {runs}, for {versions} weight versions of {_gib(version)} and "
-            f"{checkpoints} checkpoints of {_gib(checkpoint)}, but {_gib(free)} are free: make room, name another "
-            "place in HEXFLOW_RUNS, or lower storage.keep_versions or storage.keep_checkpoints."
+            f"The run needs about {_gib(needed)} {'more ' if present else ''}in {runs}, for {versions} weight versions "
+            f"of {_gib(version)} and {checkpoints} checkpoints of {_gib(checkpoint)}, but {_gib(free)} are free: make "
+            "room, name another place in HEXFLOW_RUNS, or lower storage.keep_versions or storage.keep_checkpoints."
         )
+
+
+def _bytes_of(run: RunDirectory) -> int:
+    """Size of the run's weight versions and checkpoints."""
+    files = [path for root in (run.weights, run.checkpoints) for path in root.rglob("*")]
+    return sum(path.stat().st_size for path in files if path.is_file())
 
 
 def _gib(size_bytes: float) -> str:

@@ -18,10 +18,13 @@ from deployments.follow import Follower, View, describe_step, draw, time_left_s,
 from deployments.show import show_runs, summary_lines
 from deployments.stack import Stack
 from planners.errors import UserError
+from tasks import readiness
+from tasks.devices import hold_devices
 from tasks.exchange.ledger import Ledger
 from tasks.exchange.rows import ActorRow, Progress, RunRow, SpanRow, StepRow
 from tasks.settings import Settings
 
+TINY = Path(cli.__file__).parent / "experiments" / "tiny.yaml"
 RUN = RunRow(
     run_id="tiny-1",
     flow_run_id="flow-1",
@@ -287,6 +290,17 @@ def test_bad_input_is_one_line_and_starts_nothing(
     assert done.returncode == 2
     assert message in done.stderr
     assert done.stderr.count("\n") == 1
+    assert not (settings.home / "stack.json").exists()
+
+
+def test_busy_devices_are_told_before_anything_starts(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    core, *_ = sorted(os.sched_getaffinity(0))
+    monkeypatch.setattr(readiness, "LEAVING_S", 0.0)
+    with (
+        hold_devices("cpu", [core], "tiny-1 (train 0)", settings),
+        pytest.raises(UserError, match=rf"Core {core} is held by tiny-1 \(train 0\)"),
+    ):
+        cli.train(TINY)
     assert not (settings.home / "stack.json").exists()
 
 

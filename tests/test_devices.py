@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from planners.errors import UserError
-from tasks.devices import hold_devices
+from tasks.devices import describe_holder, hold_devices
 from tasks.settings import Settings
 
 HOLD_AND_WAIT = """
@@ -31,6 +31,9 @@ def test_a_held_device_names_its_holder_and_death_frees_it(settings: Settings) -
             raise AssertionError("two holders")
         with hold_devices("cpu", [2], "run b", settings, deadline_s=0.1):
             pass
+        assert describe_holder("cpu", 2, settings) is None
+        said = describe_holder("cpu", 0, settings)
+        assert said == "Core 0 is held by run a, replica 0: wait until it has ended, or cancel it."
         holder.kill()
         holder.wait()
     with hold_devices("cpu", [0, 1], "run b", settings, deadline_s=5.0):

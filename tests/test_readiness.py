@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -13,9 +14,12 @@ import pytest
 
 from planners.cluster import Device, Machine
 from planners.errors import UserError
+from tasks import readiness
+from tasks.devices import hold_devices
+from tasks.exchange.layout import RunDirectory
 from tasks.experiment import Experiment, load_experiment
 from tasks.models import prepare_model
-from tasks.readiness import _check_memory, make_ready
+from tasks.readiness import _check_memory, make_ready, require_free_devices
 from tasks.settings import Settings
 
 TINY = Path(__file__).parent.parent / "deployments" / "experiments" / "tiny.yaml"
@@ -58,6 +62,43 @@ def test_a_run_that_the_disk_cannot_hold_is_refused(settings: Settings) -> None:
     make_ready(tiny(*many), settings)
     with pytest.raises(UserError, match=r"1000001 weight versions of 0.0 GiB .* are free: make room"):
         make_ready(tiny(*many, "storage.keep_versions=1000000", "storage.keep_checkpoints=1000000"), settings)
+
+
+def test_a_resumed_run_needs_room_for_what_is_not_there_yet(
+    settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """12 steps keep 3 versions of 4 MB and 2 checkpoints of 12 MB; all but one checkpoint are there already."""
+    prepare_model(tiny().model, settings)
+    run = RunDirectory(tmp_path / "run")
+    run.create()
+    for directory, size in [(run.weights_path(0, number), 4_000_000) for number in (5, 6, 7)] + [
+        (run.checkpoints / "first", 12_000_000)
+    ]:
+        directory.mkdir()
+        with (directory / "content").open("wb") as file:
+            file.truncate(size)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=20_000_000))
+    with pytest.raises(UserError, match=r"needs about 0\.0 GiB in "):
+        make_ready(tiny(), settings)
+    make_ready(tiny(), settings, run)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=10_000_000))
+    with pytest.raises(UserError, match=r"needs about 0\.0 GiB more in "):
+        make_ready(tiny(), settings, run)
+
+
+def test_a_run_waits_for_no_others_devices(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With three devices and one in use two are left, which is enough; with two in use it is told by whom."""
+    devices = [Device(index=core, device_type="cpu", kind="cpu", memory_bytes=2**30) for core in (0, 1, 2)]
+    monkeypatch.setattr(readiness, "discover_machine", lambda: Machine(name="here", devices=tuple(devices)))
+    monkeypatch.setattr(readiness, "LEAVING_S", 0.0)
+    require_free_devices(tiny(), settings)
+    with hold_devices("cpu", [1], "run a (train 0)", settings):
+        require_free_devices(tiny(), settings)
+        with (
+            hold_devices("cpu", [2], "run b (rollout 0)", settings),
+            pytest.raises(UserError, match=r"Core 1 is held by run a \(train 0\): wait .* or cancel it"),
+        ):
+            require_free_devices(tiny(), settings)
 
 
 def test_memory_is_checked_before_anything_starts(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
