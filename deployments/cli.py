@@ -56,6 +56,23 @@ Overrides = Annotated[
 ]
 
 
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        from deployments.versions import local_versions
+
+        print(f"hexflow {local_versions()['hexflow']}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and leave.")
+    ] = False,
+) -> None:
+    """Options before the command."""
+
+
 @app.command()
 def up() -> None:
     """Start what is missing of the local stack: Prefect and MLflow servers, set-up, workers."""

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -302,6 +303,11 @@ def test_busy_devices_are_told_before_anything_starts(settings: Settings, monkey
     ):
         cli.train(TINY)
     assert not (settings.home / "stack.json").exists()
+
+
+def test_the_version_is_told(tmp_path: Path) -> None:
+    done = run_hexflow(tmp_path, "--version")
+    assert (done.returncode, done.stdout) == (0, f"hexflow {version('hexflow')}\n")
 
 
 def test_status_without_a_stack(settings: Settings, tmp_path: Path) -> None:
