@@ -11,7 +11,9 @@ from rich.table import Table
 from rich.text import Text
 
 from deployments.api import PrefectApi, Unreachable, answers
+from deployments.follow import minutes
 from deployments.servers import StackState
+from planners.cluster import Machine
 from tasks.exchange.layout import RunDirectory
 from tasks.exchange.ledger import Ledger
 from tasks.exchange.rows import RunRow
@@ -37,7 +39,7 @@ def show_status(settings: Settings, state: StackState | None, console: Console) 
         table.add_row(f"worker of pool {pool}", word, f"queue {queue}")
     console.print(table)
     console.print(f"{_memory_gib(state):.2f} GiB of memory; logs in {settings.logs}", soft_wrap=True)
-    _show_running(settings, console)
+    show_running(settings, console)
     return complete
 
 
@@ -68,13 +70,21 @@ def _has_no_ledger(settings: Settings) -> bool:
     return settings.ledger_url.startswith("sqlite") and not (settings.home / "ledger.db").exists()
 
 
-def _show_running(settings: Settings, console: Console) -> None:
+def show_running(settings: Settings, console: Console) -> None:
+    """Print the machines that flows have looked at, and the running runs with their plan and actors."""
     if _has_no_ledger(settings):
         return
     ledger = Ledger(settings.ledger_url)
+    for row in ledger.machines():
+        counts = Machine.model_validate_json(row.description_json).count_by_type()
+        devices = ", ".join(f"{count} × {device_type}" for device_type, count in counts.items())
+        console.print(f"machine {row.name}: {devices}; a flow looked {minutes(row.silent_s)} ago", soft_wrap=True)
     for run in [run for run in ledger.list_runs() if run.state == "running"]:
         progress = ledger.progress(run.run_id)
         console.print(f"run {run.run_id}: step {progress.step}/{progress.steps}", soft_wrap=True)
+        if epochs := ledger.plan_epochs(run.run_id):
+            step_s = json.loads(epochs[-1].plan_json)["step_s"]
+            console.print(f"plan epoch {epochs[-1].epoch}: {step_s:.1f} s a step predicted", soft_wrap=True)
         table = Table("actor", "state", "version", "last heard", "message", box=None)
         for actor in ledger.actors(run.run_id):
             version = "" if actor.loaded_version is None else str(actor.loaded_version[1])

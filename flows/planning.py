@@ -11,6 +11,7 @@ from planners.profile import DeviceProfile
 from planners.split import plan_split
 from tasks.discovery import discover_machine
 from tasks.exchange.layout import RunDirectory
+from tasks.exchange.ledger import Ledger
 from tasks.experiment import Experiment
 from tasks.readiness import make_ready, profile_machine
 from tasks.settings import load_settings
@@ -24,8 +25,9 @@ def prepare(experiment: Experiment, run: RunDirectory | None = None) -> str:
 
 @task
 def discover() -> Machine:
-    """This machine and its devices."""
+    """This machine and its devices, which the ledger is told of."""
     machine = discover_machine()
+    Ledger(load_settings().ledger_url).announce_machine(machine.name, machine.model_dump_json())
     counts = ", ".join(f"{count} × {device_type}" for device_type, count in machine.count_by_type().items())
     print(f"machine {machine.name}: {counts}")
     return machine

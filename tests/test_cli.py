@@ -1,6 +1,7 @@
 """The command line: bad input, live progress, exit status."""
 
 import io
+import json
 import os
 import subprocess
 import sys
@@ -16,8 +17,9 @@ from rich.console import Console
 from deployments import api, cli, follow
 from deployments.api import Json, PrefectApi, Unreachable
 from deployments.follow import Follower, View, describe_step, draw, time_left_s, waiting_for
-from deployments.show import show_runs, summary_lines
+from deployments.show import show_running, show_runs, summary_lines
 from deployments.stack import Stack
+from planners.cluster import Device, Machine
 from planners.errors import UserError
 from tasks import readiness
 from tasks.devices import hold_devices
@@ -349,6 +351,20 @@ def test_runs_are_listed_with_their_results(settings: Settings) -> None:
     )
     show_runs(settings, Console(file=out, width=160))
     assert all(expected in out.getvalue() for expected in ("tiny-1", "running", "0/4", "0.06 → 0.7", "39"))
+
+
+def test_status_tells_machines_and_the_plan_in_force(settings: Settings) -> None:
+    ledger = Ledger(settings.ledger_url)
+    device = Device(index=0, device_type="fast", kind="cpu", memory_bytes=1)
+    ledger.announce_machine("here", Machine(name="here", devices=(device,)).model_dump_json())
+    ledger.create_run("tiny-1", prompts_per_step=4, max_staleness=2, steps=4, max_attempts_per_prompt=3)
+    for step_s in (9.0, 2.5):
+        ledger.add_plan_epoch("tiny-1", json.dumps({"step_s": step_s}))
+    out = io.StringIO()
+    show_running(settings, Console(file=out, width=160))
+    assert "machine here: 1 × fast; a flow looked 0 s ago" in out.getvalue()
+    assert "run tiny-1: step 0/4" in out.getvalue()
+    assert "plan epoch 1: 2.5 s a step predicted" in out.getvalue()
 
 
 def test_answers_without_a_score_are_told(tmp_path: Path) -> None:
