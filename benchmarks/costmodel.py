@@ -1,6 +1,8 @@
 """Fit the operator cost model on public measurements and report its error on what was not fitted.
 
-    python -m benchmarks.costmodel --data ../shared/data [--json FILE]
+    python -m benchmarks.costmodel [--data DIR] [--json FILE]
+
+It needs the extra `bench` of pyproject.toml (pandas, pyarrow, SciPy), which the locked environment contains.
 
 Fitted: NVIDIA aiconfigurator's timings under vLLM 0.14 (bf16), seven rows in ten. Not fitted: the other three rows, the
 same operators under vLLM 0.24, and Vidur's MLP timings (another kernel library, other shapes, the A40 with the
