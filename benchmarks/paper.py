@@ -5,14 +5,17 @@
 The paper does not give its workload. Assumed: 32 prompts × 16 answers a step, lengths log-normal with mean 5,000 and
 99 % at 16,000 tokens, cap 27,648, prompt 250, 4 minibatches, η = 8: about its tokens per step.
 
-Two constants describe its stack, both fitted on one row, AReaL on 24 H800 with 7B, split 16/8, and on nothing else:
+Four constants describe its stack. Two are fitted on one row, AReaL on 24 H800 with 7B, split 16/8:
 
     training share of an H800   from its 246 s of training on 8 devices
     serving share of an H800    from its 405 s of generation on 16
 
-The H20's training share then follows from Table 1's 8.9 per device; its serving share is the H800's. Every other number
-is a prediction, and no other is bent to match. The homogeneous baselines split by whole machines, as the published
-seconds of 24 H800 say (16/8); mode two-phase on the same devices, which splits finer, is printed below the table.
+The H20's training share follows from Table 1's 8.9 per device, the only published figure on it. For its serving share
+three choices are examined, see CHOICES, and what each would yield is printed. Taken is `row`: like the H800's shares it
+comes from seconds of a step of known devices, the only such row of the H20, where Table 1 contradicts the step times
+(see `contradictions`). Every other number is a prediction, and none is bent to match. The homogeneous baselines split
+by whole machines, as the published seconds of 24 H800 say (16/8); mode two-phase on the same devices, which splits
+finer, is printed below the table.
 """
 
 import argparse
@@ -48,7 +51,14 @@ DEMAND = Demand(
     minibatches=4,
 )
 FITTED_TRAIN_S, FITTED_ROLLOUT_S = 246.0, 405.0  # AReaL on 24 H800, 7B: 8 devices train, 16 generate
-TRAINING_RATIO = 8.9
+FITTED_HEX_ROLLOUT_S = 252.5  # Hex, 7B: 48 H20 generate
+TRAINING_RATIO, ROLLOUT_RATIO = 8.9, 0.95  # Table 1, per device: H800/H20 in training, H20/H800 in generation
+CHOICES = {
+    "as-h800": "the H800's serving share",
+    "table-1": f"such that an H20 generates {ROLLOUT_RATIO} times an H800's tokens with 7B, as Table 1 says",
+    "row": f"such that 48 H20 generate a step of Hex 7B in {FITTED_HEX_ROLLOUT_S} s",
+}
+CHOSEN = "row"
 H800_24, H20_64, HEX = "paper-h800-24", "paper-h20-64", "paper-h800-8-h20-48"
 
 PUBLISHED: dict[str, dict[str, float]] = {
@@ -83,21 +93,37 @@ def models() -> dict[str, Model]:
     return {size: read_model(DEPLOYMENTS / "models" / f"r1-distill-qwen-{size}") for size in SIZES}
 
 
-def fitted_devices(model: Model) -> dict[str, DeviceType]:
-    """H800 and H20 as the paper's stack uses them: such that our own plan of the fitted row takes its seconds."""
+def fitted_devices(model: Model, choice: str) -> dict[str, DeviceType]:
+    """H800 and H20 as the paper's stack uses them: such that our own plans of the fitted rows take their seconds."""
     h800, h20 = device_type("h800-sxm"), device_type("h20")
 
-    def row(training_share: float, serving_share: float) -> ClusterPlan:
+    def h800_row(training_share: float, serving_share: float) -> ClusterPlan:
         device = replace(h800, training_share=training_share, serving_share=serving_share)
         return split(paper_cluster(H800_24, {"h800-sxm": device}), model, (8, 0, 0))
 
-    training = _bisect(lambda share: FITTED_TRAIN_S - row(share, 0.1).train_s)
-    serving = _bisect(lambda share: FITTED_ROLLOUT_S - row(training, share).rollout_s)
-    h20_training = training * h800.flops_per_s / h20.flops_per_s / TRAINING_RATIO
-    return {
-        "h800-sxm": replace(h800, training_share=training, serving_share=serving),
-        "h20": replace(h20, training_share=h20_training, serving_share=serving),
-    }
+    training = _bisect(lambda share: FITTED_TRAIN_S - h800_row(share, 0.1).train_s)
+    serving = _bisect(lambda share: FITTED_ROLLOUT_S - h800_row(training, share).rollout_s)
+    fitted = replace(h800, training_share=training, serving_share=serving)
+    reference = h800_row(training, serving)
+
+    def devices(h20_serving: float) -> dict[str, DeviceType]:
+        share = training * h800.flops_per_s / h20.flops_per_s / TRAINING_RATIO
+        return {"h800-sxm": fitted, "h20": replace(h20, training_share=share, serving_share=h20_serving)}
+
+    def ratio(share: float) -> float:
+        prices = _token_prices(devices(share), model, reference)[0]
+        return prices * h20.usd_per_h / h800.usd_per_h
+
+    def hex_row(share: float) -> ClusterPlan:
+        topology = paper_cluster(HEX, devices(share))
+        return split(topology, model, (8,) + (0,) * (len(topology.nodes) - 1))
+
+    share = {
+        "as-h800": lambda: serving,
+        "table-1": lambda: _bisect(lambda x: ratio(x) - ROLLOUT_RATIO),
+        "row": lambda: _bisect(lambda x: FITTED_HEX_ROLLOUT_S - hex_row(x).rollout_s),
+    }[choice]()
+    return devices(share)
 
 
 def _bisect(excess: Callable[[float], float]) -> float:
@@ -136,15 +162,18 @@ def _two_phase(topology: Topology, model: Model, **wishes: Any) -> ClusterPlan:
     return make_plan(topology, model, DEMAND, mode="two-phase", what_if=True, sync_mode="blocking", **wishes)
 
 
-def reproduce(devices: dict[str, DeviceType]) -> tuple[dict[str, dict[str, float]], dict[str, Any]]:
-    """Our value of every published row, in mode two-phase corrected with blocking sync; and the plans behind them."""
+Rows = dict[str, dict[str, float]]
+Plans = dict[str, dict[str, ClusterPlan]]
+
+
+def compare(devices: dict[str, DeviceType]) -> tuple[Rows, Plans]:
+    """Hex and the two homogeneous baselines: our values of their rows, and the plans behind them."""
     clusters = {name: paper_cluster(name, devices) for name in (H800_24, H20_64, HEX)}
-    ours: dict[str, dict[str, float]] = {row: {} for row in PUBLISHED}
-    plans: dict[str, Any] = {}
+    ours: Rows = {row: {} for row in PUBLISHED}
+    plans: Plans = {}
     for size, model in models().items():
-        hex_, printed = _two_phase(clusters[HEX], model), _two_phase(clusters[HEX], model, partition="printed")
+        hex_ = _two_phase(clusters[HEX], model)
         h800, h20 = areal(clusters[H800_24], model), areal(clusters[H20_64], model)
-        uniform = split(clusters[H800_24], model, (8, 4, 0))
         for row, plan in (("Hex", hex_), ("AReaL-H800", h800), ("AReaL-H20", h20)):
             ours[f"{row} k-tokens/s"][size] = plan.throughput_tokens_per_s / 1e3
             ours[f"{row} rollout s"][size] = plan.rollout_s
@@ -152,14 +181,23 @@ def reproduce(devices: dict[str, DeviceType]) -> tuple[dict[str, dict[str, float
             ours[f"sync s, {row.removeprefix('AReaL-')}"][size] = plan.sync_s
         ours["Hex / AReaL-H800"][size] = hex_.throughput_tokens_per_s / h800.throughput_tokens_per_s
         ours["Hex / AReaL-H20"][size] = hex_.throughput_tokens_per_s / h20.throughput_tokens_per_s
+        plans[size] = {"h800": h800, "h20": h20, "hex": hex_}
+    return ours, plans
+
+
+def reproduce(devices: dict[str, DeviceType], ours: Rows, plans: Plans) -> None:
+    """Add the other published rows: uniform split, Table 1's prices, Eq 3 as printed; and the baseline split finer."""
+    clusters = {name: paper_cluster(name, devices) for name in (H800_24, HEX)}
+    for size, model in models().items():
+        h800 = plans[size]["h800"]
+        uniform = split(clusters[H800_24], model, (8, 4, 0))
         ours["24 H800, uniform k-tokens/s"][size] = uniform.throughput_tokens_per_s / 1e3
         ours["24 H800, optimised / uniform"][size] = h800.throughput_tokens_per_s / uniform.throughput_tokens_per_s
         rollout, training = _token_prices(devices, model, h800)
         ours["USD per rollout token, H800 / H20"][size] = rollout
         ours["USD per training token, H20 / H800"][size] = training
-        free = _two_phase(clusters[H800_24], model)
-        plans[size] = {"h800": h800, "h20": h20, "hex": hex_, "hex printed": printed, "h800 by two-phase": free}
-    return ours, plans
+        plans[size]["hex printed"] = _two_phase(clusters[HEX], model, partition="printed")
+        plans[size]["h800 by two-phase"] = _two_phase(clusters[H800_24], model)
 
 
 def _token_prices(devices: dict[str, DeviceType], model: Model, reference: ClusterPlan) -> tuple[float, float]:
@@ -184,7 +222,7 @@ def _token_prices(devices: dict[str, DeviceType], model: Model, reference: Clust
     return rollout(h800) / rollout(h20), training(h20) / training(h800)
 
 
-def improve(devices: dict[str, DeviceType], plans: dict[str, Any]) -> list[dict[str, Any]]:
+def improve(devices: dict[str, DeviceType], plans: Plans) -> list[dict[str, Any]]:
     """Mode joint: better sync on the same GPUs, free composition at the same budget, and the cheapest equal."""
     rows = []
     everything = paper_cluster("paper-h800-24-h20-24", devices)
@@ -235,7 +273,7 @@ def _by_type(plan: ClusterPlan) -> dict[str, int]:
     return counts
 
 
-def verdicts(ours: dict[str, dict[str, float]]) -> list[str]:
+def verdicts(ours: Rows) -> list[str]:
     """What is required, and whether it holds."""
     lines = []
     for row, tolerances in REQUIRED.items():
@@ -250,16 +288,79 @@ def verdicts(ours: dict[str, dict[str, float]]) -> list[str]:
     return lines
 
 
+def contradictions() -> list[dict[str, float | str]]:
+    """What the published step times themselves say of an H20, and of 64 of them, by arithmetic alone.
+
+    An H800 generates a step's share in rollout s × 16 of AReaL-H800, an H20 in rollout s × 48 of Hex; an H800 trains it
+    in train s × 8, an H20 in 8.9 times that. 64 H20 in their best split, fractions allowed, then take the sum of an
+    H20's two times over 64; with Table 1's 0.95 an H20 generates in the H800's time over 0.95.
+    """
+    rows: list[dict[str, float | str]] = []
+    for size in SIZES:
+        seconds = {row: PUBLISHED[row][size] for row in PUBLISHED}
+        h800_s = 16 * seconds["AReaL-H800 rollout s"]
+        trains_s = TRAINING_RATIO * 8 * seconds["AReaL-H800 train s"]
+        generates_s = 48 * seconds["Hex rollout s"]
+        rows.append(
+            {
+                "model": size,
+                "rollout_ratio": h800_s / generates_s,
+                "h800_step_s": seconds["AReaL-H800 rollout s"] + seconds["sync s, H800"],
+                "h20_step_s": (generates_s + trains_s) / 64 + seconds["sync s, H20"],
+                "h20_step_table_1_s": (h800_s / ROLLOUT_RATIO + trains_s) / 64 + seconds["sync s, H20"],
+                "h20_published_s": seconds["AReaL-H20 rollout s"] + seconds["sync s, H20"],
+            }
+        )
+    return rows
+
+
+Outcome = tuple[dict[str, DeviceType], Rows, Plans]
+
+
+def _print_contradictions(rows: list[dict[str, float | str]]) -> None:
+    print("\nFrom the published seconds alone, without any model of ours:")
+    print("\n| model | rollout H20/H800 | step of 24 H800 | of 64 H20 | of 64 H20, Table 1's 0.95 | published, H20 |")
+    print("|---|---|---|---|---|---|")
+    for r in rows:
+        print(
+            f"| {r['model']} | {r['rollout_ratio']:.2f} | {r['h800_step_s']:.0f} s | {r['h20_step_s']:.0f} s "
+            f"| {r['h20_step_table_1_s']:.0f} s | {r['h20_published_s']:.0f} s |"
+        )
+
+
+def _print_choices(outcomes: dict[str, Outcome]) -> None:
+    """What is required, for each choice of the H20's serving share."""
+    print("\nThe H20's serving share, and what each choice would yield:")
+    for choice, words in CHOICES.items():
+        print(f"  {choice}{' (taken)' if choice == CHOSEN else ''}: {words}")
+    heads = ("Hex / AReaL-H800", "AReaL-H800 / AReaL-H20", "sync s, Hex")
+    print("\n| choice | share | " + " | ".join(f"{head}, {s}" for head in heads for s in SIZES) + " | missed |")
+    print("|---" * (3 + len(heads) * len(SIZES)) + "|")
+    for choice, (devices, ours, _) in outcomes.items():
+        h800, h20 = ours["AReaL-H800 k-tokens/s"], ours["AReaL-H20 k-tokens/s"]
+        order = {size: h800[size] / h20[size] for size in SIZES}
+        values = [row[s] for row in (ours[heads[0]], order, ours[heads[2]]) for s in SIZES]
+        missed = [line.removeprefix("MISSED ") for line in verdicts(ours) if line.startswith("MISSED")]
+        print(
+            f"| {choice} | {devices['h20'].serving_share:.4f} | {' | '.join(f'{value:.3g}' for value in values)} "
+            f"| {'; '.join(missed) or 'nothing'} |"
+        )
+
+
 def main() -> None:
     """Print the tables."""
     parser = argparse.ArgumentParser(description="AReaL-Hex's rows beside ours.")
     parser.add_argument("--json", type=Path, help="write everything here")
     arguments = parser.parse_args()
     began = time.perf_counter()
-    devices = fitted_devices(models()["7b"])
+    _print_contradictions(contradictions())
+    seven = models()["7b"]
+    outcomes = {choice: (d := fitted_devices(seven, choice), *compare(d)) for choice in CHOICES}
+    _print_choices(outcomes)
+    devices, ours, plans = outcomes[CHOSEN]
+    reproduce(devices, ours, plans)
     for device in devices.values():
         print(f"{device.name}: training share {device.training_share:.4f}, serving share {device.serving_share:.4f}")
-    ours, plans = reproduce(devices)
     print("\n| row | " + " | ".join(f"{s} paper | ours" for s in SIZES) + " |\n|---|" + "---|" * 6)
     for row, values in PUBLISHED.items():
         print(f"| {row} | " + " | ".join(f"{values[s]:g} | {ours[row][s]:.3g}" for s in SIZES) + " |")
@@ -285,7 +386,15 @@ def main() -> None:
     print(f"\n{time.perf_counter() - began:.0f} s")
     if arguments.json:
         shares = {n: {"training": d.training_share, "serving": d.serving_share} for n, d in devices.items()}
-        result = {"published": PUBLISHED, "ours": ours, "verdicts": lines, "shares": shares, "joint": improved}
+        result = {
+            "published": PUBLISHED,
+            "contradictions": contradictions(),
+            "choices": {choice: outcome[1] for choice, outcome in outcomes.items()},
+            "ours": ours,
+            "verdicts": lines,
+            "shares": shares,
+            "joint": improved,
+        }
         arguments.json.write_text(json.dumps(result, indent=1) + "\n")
 
 
