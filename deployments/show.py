@@ -14,9 +14,11 @@ from deployments.api import PrefectApi, Unreachable, answers
 from deployments.follow import minutes
 from deployments.servers import StackState
 from planners.cluster import Machine
+from planners.cluster_plan import ClusterPlan
+from planners.machine import placements
 from tasks.exchange.layout import RunDirectory
 from tasks.exchange.ledger import Ledger
-from tasks.exchange.rows import RunRow
+from tasks.exchange.rows import PlanEpochRow, RunRow
 from tasks.settings import Settings
 
 
@@ -83,14 +85,22 @@ def show_running(settings: Settings, console: Console) -> None:
         progress = ledger.progress(run.run_id)
         console.print(f"run {run.run_id}: step {progress.step}/{progress.steps}", soft_wrap=True)
         if epochs := ledger.plan_epochs(run.run_id):
-            step_s = json.loads(epochs[-1].plan_json)["step_s"]
-            console.print(f"plan epoch {epochs[-1].epoch}: {step_s:.1f} s a step predicted", soft_wrap=True)
+            console.print(_describe_plan(epochs[-1]), soft_wrap=True)
         table = Table("actor", "state", "version", "last heard", "message", box=None)
         for actor in ledger.actors(run.run_id):
             version = "" if actor.loaded_version is None else str(actor.loaded_version[1])
             who = f"{actor.role} {actor.slot} (attempt {actor.attempt}, pid {actor.pid})"
             table.add_row(who, actor.state, version, f"{actor.silent_s:.0f} s ago", Text(actor.message))
         console.print(table)
+
+
+def _describe_plan(row: PlanEpochRow) -> str:
+    plan = ClusterPlan.model_validate_json(row.plan_json)
+    training, replicas = placements(plan).training, len(plan.replicas)
+    return (
+        f"plan epoch {row.epoch}: trains on {len(training.devices)} × {training.device_type} of {training.machine}, "
+        f"generates with {replicas} replica{'s' if replicas > 1 else ''}; {plan.step_s:.1f} s a step predicted"
+    )
 
 
 def show_runs(settings: Settings, console: Console) -> None:

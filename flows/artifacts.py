@@ -22,7 +22,9 @@ from prefect.exceptions import PrefectException
 
 from flows.context import RunContext
 from planners.cluster_plan import ClusterPlan
-from planners.plan import Placement, Plan
+from planners.explain import memory_table
+from planners.machine import placements
+from planners.plan import Placement
 from planners.profile import DeviceProfile
 from tasks.exchange.ledger import Progress
 from tasks.tracking import Tracker
@@ -82,28 +84,38 @@ def show_profiles(profiles: Mapping[str, DeviceProfile]) -> None:
 
 
 @_shown("the plan")
-def show_plan(plan: Plan) -> None:
-    """The plan's placements, the splits that were considered, and why this one."""
+def show_plan(plan: ClusterPlan) -> None:
+    """A machine's plan: who stands where, the predicted figures with their bound, memory by part, and why."""
     create_table_artifact(
-        [_placement_row(placement) for placement in (plan.training, *plan.replicas)],
+        [_placement_row(placement) for placement in placements(plan).all],
         key="plan",
         description=f"Predicted step: {plan.step_s:.1f} s, {plan.throughput_tokens_per_s:.1f} response tokens/s.",
     )
-    create_table_artifact(
-        [
-            {
-                "trains": f"{candidate.train_devices} × {candidate.train_type}",
-                "generates": ", ".join(f"{count} × {name}" for name, count in candidate.rollout_devices.items()),
-                "training s": round(candidate.train_s, 2),
-                "rollout s": round(candidate.rollout_s, 2),
-                "step s": round(candidate.step_s, 2),
-            }
-            for candidate in plan.candidates
-        ],
-        key="plan-candidates",
-        description="Every split of the devices, best first; seconds per training step.",
-    )
-    create_markdown_artifact(plan.explanation, key="plan-explanation", description="Why this split.")
+    figures = {**_plan_figures(plan), "best possible tokens/s": round(plan.upper_bound_tokens_per_s, 1)}
+    create_table_artifact([figures], key="plan-figures", description=f"Mode {plan.mode}; bound: {plan.bound_holds}.")
+    create_markdown_artifact(as_list(plan.explanation), key="plan-explanation", description="Why this split.")
+    memory = f"```\n{memory_table(plan)}\n```"
+    create_markdown_artifact(memory, key="plan-memory", description="Estimated memory of each process.")
+
+
+def as_list(words: str) -> str:
+    """Lines as a Markdown list, which would otherwise run together."""
+    return "\n".join(f"- {line}" for line in words.splitlines())
+
+
+def _plan_figures(plan: ClusterPlan) -> dict[str, Any]:
+    return {
+        "mode": plan.mode,
+        "response tokens/s": round(plan.throughput_tokens_per_s, 1),
+        "step s": round(plan.step_s, 2),
+        "training s": round(plan.train_s, 2),
+        "publish s": round(plan.sync_train_s, 2),
+        "rollout s": round(plan.rollout_s, 2),
+        "load s": round(plan.sync_rollout_s, 2),
+        "trains": plan.training.layout,
+        "replicas": len(plan.replicas),
+        "gap": f"{plan.gap:.2%}",
+    }
 
 
 @_shown("the plan of the cluster")
@@ -111,19 +123,9 @@ def show_cluster_plan(
     plan: ClusterPlan, words: str, pictures: Mapping[str, str], curve: Sequence[tuple[float, ClusterPlan]]
 ) -> None:
     """A described cluster's plan: figures, words, pictures in characters, and throughput against budget."""
-    figures = {
-        "response tokens/s": round(plan.throughput_tokens_per_s, 1),
-        "step s": round(plan.step_s, 2),
-        "training s": round(plan.train_s, 2),
-        "rollout s": round(plan.rollout_s, 2),
-        "sync s": round(plan.sync_s, 2),
-        "USD/h": round(plan.usd_per_h, 2),
-        "trains": plan.training.layout,
-        "replicas": len(plan.replicas),
-        "gap": f"{plan.gap:.2%}",
-    }
+    figures = {**_plan_figures(plan), "USD/h": round(plan.usd_per_h, 2)}
     create_table_artifact([figures], key="cluster-plan", description=f"{plan.model} on {plan.cluster}.")
-    create_markdown_artifact(words, key="cluster-plan-explanation", description="Why this split.")
+    create_markdown_artifact(as_list(words), key="cluster-plan-explanation", description="Why this split.")
     for key, picture in pictures.items():
         create_markdown_artifact(f"```\n{picture}\n```", key=key, description=f"{plan.model} on {plan.cluster}.")
     if curve:

@@ -44,9 +44,9 @@ def plan(experiment: Experiment = Experiment(), cluster: ClusterWish | None = No
     model_path = prepare(experiment)
     machine = discover()
     profiles = measure(experiment, machine, model_path)
-    chosen = make_plan(experiment, machine, profiles)
+    chosen = make_plan(experiment, machine, profiles, model_path)
     show_plan(chosen)
-    return chosen.model_dump(mode="json")
+    return chosen.model_dump(mode="json", include=SHOWN | {"training", "replicas"})
 
 
 def plan_for_cluster(experiment: Experiment, cluster: ClusterWish) -> dict[str, Any]:
@@ -87,4 +87,4 @@ def plan_for_cluster(experiment: Experiment, cluster: ClusterWish) -> dict[str, 
 
 
 SHOWN = {"mode", "cluster", "model", "throughput_tokens_per_s", "step_s", "usd_per_h", "gap", "limited_by"}
-"""What the flow returns of a plan; the whole is in MLflow."""
+"""What the flow returns of a plan; the whole of a cluster's is in MLflow."""

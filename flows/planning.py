@@ -6,9 +6,9 @@ from pathlib import Path
 from prefect import task
 
 from planners.cluster import Machine
-from planners.plan import Plan
+from planners.cluster_plan import ClusterPlan
 from planners.profile import DeviceProfile
-from planners.split import plan_split
+from tasks.cluster_planning import plan_here
 from tasks.discovery import discover_machine
 from tasks.exchange.layout import RunDirectory
 from tasks.exchange.ledger import Ledger
@@ -40,15 +40,10 @@ def measure(experiment: Experiment, machine: Machine, model_path: str) -> dict[s
 
 
 @task
-def make_plan(experiment: Experiment, machine: Machine, profiles: Mapping[str, DeviceProfile]) -> Plan:
-    """The fastest split of the machine's devices under the measured rates."""
-    plan = plan_split(
-        machine,
-        profiles,
-        experiment.workload,
-        train_type=experiment.planner.train_type,
-        train_devices=experiment.planner.train_devices,
-        device_types=experiment.cluster.device_types,
-    )
+def make_plan(
+    experiment: Experiment, machine: Machine, profiles: Mapping[str, DeviceProfile], model_path: str
+) -> ClusterPlan:
+    """The fastest plan of this machine under the measured rates."""
+    plan = plan_here(experiment, machine, profiles, Path(model_path))
     print(plan.explanation)
     return plan

@@ -17,12 +17,14 @@ from flows.context import RunContext, open_run
 from flows.launcher import PrefectLauncher
 from flows.planning import discover, make_plan, measure, prepare
 from flows.supervisor import Supervisor
-from planners.plan import Plan
+from planners.cluster_plan import ClusterPlan
+from planners.machine import placements
+from planners.plan import Placements
 from tasks.devices import hold_devices
 from tasks.exchange.files import write_atomic
 from tasks.exchange.heartbeat import Heartbeat
 from tasks.experiment import Experiment
-from tasks.report import write_report
+from tasks.report import predicted_times, write_report
 from tasks.settings import Settings
 from tasks.tracking import FLUSH_DEADLINE_S, Status, Tracker, end_attempts
 
@@ -56,11 +58,12 @@ def carry_out(run: RunContext, tracker: Tracker) -> dict[str, Any]:
     model_path = prepare(run.experiment, run.directory)
     machine = discover()
     profiles = measure(run.experiment, machine, model_path)
-    plan = make_plan(run.experiment, machine, profiles)
+    plan = make_plan(run.experiment, machine, profiles, model_path)
     record_plan(run, plan, tracker)
-    require_free(plan, run.settings)
+    placed = placements(plan)
+    require_free(placed, run.settings)
     try:
-        train_and_roll_out(run, plan, model_path)
+        train_and_roll_out(run, placed, model_path)
     finally:
         summary = report(run, plan, tracker)
     return summary
@@ -107,33 +110,33 @@ def close_run(run: RunContext, state: str) -> None:
         run.ledger.set_run_state(run.run_id, state)
 
 
-def record_plan(run: RunContext, plan: Plan, tracker: Tracker) -> None:
+def record_plan(run: RunContext, plan: ClusterPlan, tracker: Tracker) -> None:
     """Keep the plan with the run and as a plan epoch in the ledger, and show it."""
     text = plan.model_dump_json(indent=2)
     write_atomic(run.directory.plan, text.encode())
     run.ledger.add_plan_epoch(run.run_id, text)
     tracker.log_artifact(run.directory.experiment)
     tracker.log_artifact(run.directory.plan)
-    tracker.log({"plan/predicted_step_s": plan.step_s, "plan/predicted_rollout_s": plan.rollout_s}, step=0)
+    tracker.log({f"plan/predicted_{name}": value for name, value in predicted_times(plan).items()}, step=0)
     show_plan(plan)
 
 
-def require_free(plan: Plan, settings: Settings) -> None:
+def require_free(placed: Placements, settings: Settings) -> None:
     """Refuse to start beside another run: its actors would wait for their devices one after the other.
 
     Raises:
         UserError: another run holds one of the plan's devices.
     """
-    for placement in (plan.training, *plan.replicas):
+    for placement in placed.all:
         with hold_devices(placement.kind, placement.devices, "a run that starts", settings, deadline_s=10.0):
             pass
 
 
-def train_and_roll_out(run: RunContext, plan: Plan, model_path: str) -> None:
+def train_and_roll_out(run: RunContext, placed: Placements, model_path: str) -> None:
     """Run the plan's actors until the last step is trained and evaluated; none is left on any way out."""
     with get_client(sync_client=True) as client:
         launcher = PrefectLauncher(client, run.run_id, model_path, run.settings.environment())
-        supervisor = Supervisor(run, plan, launcher, ProgressArtifact(run.run_id))
+        supervisor = Supervisor(run, placed, launcher, ProgressArtifact(run.run_id))
         state = "failed"
         try:
             supervisor.run()
@@ -147,14 +150,14 @@ def train_and_roll_out(run: RunContext, plan: Plan, model_path: str) -> None:
             supervisor.end_children(*(_CANCEL_S if state == "cancelled" else _LEAVE_S))
 
 
-def report(run: RunContext, plan: Plan, tracker: Tracker) -> dict[str, Any]:
+def report(run: RunContext, plan: ClusterPlan, tracker: Tracker) -> dict[str, Any]:
     """Write the run's summary and curves, and show them."""
     summary = write_report(run.directory, run.ledger, run.run_id, plan)
     figures = {name: float(value) for name, value in summary.items() if isinstance(value, int | float)}
     # On the parent, so that MLflow's compare page shows the results of whole runs beside each other.
     tracker.log({f"result/{name}": value for name, value in figures.items()}, step=run.experiment.run.steps)
-    if summary["step_s_measured"] is not None:
-        tracker.log({"plan/measured_step_s": summary["step_s_measured"]}, step=0)
+    measured = {name: summary[f"{name}_measured"] for name in predicted_times(plan)}
+    tracker.log({f"plan/measured_{name}": value for name, value in measured.items() if value is not None}, step=0)
     tracker.log_artifact(run.directory.summary)
     tracker.log_artifact(run.directory.curves)
     show_summary(summary)

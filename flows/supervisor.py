@@ -12,7 +12,7 @@ from typing import Protocol
 import psutil
 
 from flows.context import RunContext
-from planners.plan import Placement, Plan
+from planners.plan import Placement, Placements
 from tasks.exchange.ledger import ActorRow, Progress
 from tasks.processes import end_sessions
 from tasks.training.checkpoints import latest_checkpoint
@@ -52,17 +52,17 @@ class _Child:
 
 
 class Supervisor:
-    """Starts the plan's actors, restarts dead ones within the budget, and sees the run to its end."""
+    """Starts the planned actors, restarts dead ones within the budget, and sees the run to its end."""
 
     def __init__(
         self,
         run: RunContext,
-        plan: Plan,
+        placed: Placements,
         launcher: Launcher,
         on_progress: Callable[[Progress], None],
     ) -> None:
         self._run = run
-        self._plan = plan
+        self._placed = placed
         self._launcher = launcher
         self._on_progress = on_progress
         self._settings = run.experiment.run
@@ -77,8 +77,8 @@ class Supervisor:
         Raises:
             RunFailed: the restart budget is spent, an actor cannot start, or nothing moves any more.
         """
-        self._start(self._plan.training, self._run.resume_step)
-        for placement in self._plan.replicas:
+        self._start(self._placed.training, self._run.resume_step)
+        for placement in self._placed.replicas:
             self._start(placement, None)
         while not self._is_complete():
             self._require_running()
@@ -113,7 +113,7 @@ class Supervisor:
             time.sleep(_POLL_S / 2)
 
     def _kill(self, children: list[_Child]) -> None:
-        here = self._plan.training.machine
+        here = self._placed.training.machine
         away = [child.placement for child in children if child.placement.machine != here]
         active = [actor for actor in self._actors().values() if actor.state in ("starting", "running")]
         own = [actor for actor in active if actor.machine == here and actor.role != "supervisor"]

@@ -11,6 +11,7 @@ compared with the sheets yet; those of the H20, of h800-paper and the H800's pri
 import difflib
 from dataclasses import dataclass, replace
 from types import MappingProxyType
+from typing import Literal
 
 from planners.errors import UserError
 
@@ -48,7 +49,8 @@ class DeviceType:
 
     `training_share` is the share of `flops_per_s` that a whole training pass reaches, recomputation counted as work.
     `serving_share` divides the speed of generation as a whole: 1 is what the operator timings say, less is what a
-    given serving stack leaves of it. `host_s` is the engine's own time per iteration.
+    given serving stack leaves of it. `host_s` is the engine's own time per iteration. Devices of kind `cpu` are cores:
+    those of one role and machine form one process with a thread per core.
     """
 
     name: str
@@ -63,6 +65,7 @@ class DeviceType:
     training_source: str = "assumed: 40 % is common for dense models of this size"
     serving_share: float = 1.0
     host_s: float = 1e-3
+    kind: Literal["cuda", "cpu"] = "cuda"
 
     @property
     def ridge(self) -> float:
@@ -212,6 +215,7 @@ _CPU = DeviceType(
     training_source="measured: SmolLM2-135M, 464 packed tokens in 6.0 s",
     serving_share=0.1,
     host_s=0.02,
+    kind="cpu",
 )
 # Ampere cards on PCIe share the A100's kernels but not its links.
 _PCIE = (_L40S_FIT.all_reduce_share, _L40S_FIT.all_reduce_latency_s, _L40S_FIT.serving_latency_s)
@@ -230,7 +234,9 @@ def _with_pcie(device: DeviceType) -> DeviceType:
 CATALOGUE = MappingProxyType({d.name: _with_pcie(d) if d.name in {"a10g", "a6000"} else d for d in (*_TYPES, _CPU)})
 
 
-def measured_device(name: str, flops_per_s: float, memory_bytes_per_s: float, memory_bytes: int) -> DeviceType:
+def measured_device(
+    name: str, flops_per_s: float, memory_bytes_per_s: float, memory_bytes: int, kind: Literal["cuda", "cpu"]
+) -> DeviceType:
     """A type that is known by what was measured on it; its price is zero, for it is there already."""
     return DeviceType(
         name=name,
@@ -241,6 +247,7 @@ def measured_device(name: str, flops_per_s: float, memory_bytes_per_s: float, me
         usd_per_h=0.0,
         efficiency=_PLAIN,
         source="measured where it stands",
+        kind=kind,
     )
 
 

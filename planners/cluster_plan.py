@@ -5,6 +5,7 @@ It holds all that the simulator needs, so a plan file can be simulated, or compa
 
 from dataclasses import asdict
 from pathlib import Path
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -24,7 +25,8 @@ class StagePlan(_Part):
     """One pipeline stage of the trainer; there is one without a pipeline."""
 
     device_type: str
-    data: int = Field(description="Data-parallel ranks.")
+    kind: Literal["cuda", "cpu"]
+    data: int = Field(description="Data-parallel ranks; cores form one, with a thread each.")
     tensor: int = Field(description="Tensor-parallel ranks.")
     layer_share: float = Field(description="Share of the layers.")
     devices: dict[str, tuple[int, ...]] = Field(description="Device indices by machine.")
@@ -43,9 +45,10 @@ class ReplicaPlan(_Part):
 
     layout: str = Field(description="Key of `iterations` and of `memory`.")
     device_type: str
+    kind: Literal["cuda", "cpu"]
     machine: str
     devices: tuple[int, ...]
-    concurrency: int
+    concurrency: int = Field(description="Answers in progress at most.")
     tokens_per_s: float
     latency_s: float = Field(description="Seconds of the longest answer of a step.")
 
@@ -103,8 +106,10 @@ class ClusterPlan(_Part):
     step_s: float
     rollout_s: float
     train_s: float
-    sync_s: float
-    transfer_s: float
+    sync_s: float = Field(description="From the end of a training step until every replica generates with its weights.")
+    sync_train_s: float = Field(description="Of these the trainer stands still.")
+    sync_rollout_s: float = Field(description="Of these every replica stands still.")
+    transfer_s: float = Field(description="From the end of a training step until replicas can begin to take weights.")
     sync_mode: SyncMode
     reward_s: float
     usd_per_h: float = Field(description="Price of the devices used.")
@@ -123,6 +128,8 @@ class ClusterPlan(_Part):
     memory: dict[str, MemoryPlan]
     iterations: dict[str, IterationPlan]
     demand: DemandPlan
+    simulated_step_s: float | None = Field(default=None, description="Step time of the plan in a simulation.")
+    explanation: str = Field(default="", description="In words: why this split, how sure, what would help.")
 
     @model_validator(mode="after")
     def _replicas_have_costs(self) -> "ClusterPlan":
@@ -166,7 +173,9 @@ def build_plan(
         step_s=placed.step_s,
         rollout_s=rollout_s,
         train_s=placed.train_s,
-        sync_s=placed.sync.pause_s,
+        sync_s=placed.sync.delay_s,
+        sync_train_s=placed.sync.train_s,
+        sync_rollout_s=placed.sync.rollout_s,
         transfer_s=placed.sync.transfer_s,
         sync_mode=problem.sync_mode,
         reward_s=demand.reward_s,
@@ -179,14 +188,16 @@ def build_plan(
         gap_placement=max(0.0, (1 / solver_step_s - 1 / placed.step_s) * bound_step_s),
         bound_holds=BOUND_HOLDS,
         solve_s=solve_s,
-        limited_by="training" if placed.train_s >= rollout_s + demand.reward_s else "generation",
+        limited_by=limiting_side(
+            placed.train_s + placed.sync.train_s, rollout_s + demand.reward_s + placed.sync.rollout_s
+        ),
         training=_training(problem, placed),
-        replicas=_replicas(placed),
+        replicas=_replicas(problem, placed),
         machines=machines,
         memory=_memory(problem, placed),
         iterations={
             c.name: IterationPlan(
-                **asdict(problem.serving.iteration(topology.types[c.device_type], c.tensor, c.concurrency))
+                **asdict(problem.serving.iteration(topology.types[c.device_type], c.tensor, c.concurrency).on(c.cores))
             )
             for c in columns
         },
@@ -208,14 +219,20 @@ def _rollout_s(problem: Problem, placed: Placed) -> float:
     """Generation of one step: its work, or the wait for its longest answer where that decides the step."""
     demand = problem.demand
     work_s = demand.tokens_per_step / placed.rate
-    rest_s = placed.step_s - placed.sync.pause_s - demand.reward_s
+    rest_s = placed.step_s - placed.sync.rollout_s - demand.reward_s
     if demand.max_staleness == 0:
-        return max(work_s, rest_s - placed.train_s)
-    return max(work_s, rest_s) if rest_s > placed.train_s * (1 + 1e-9) else work_s
+        return max(work_s, rest_s - placed.train_s - placed.sync.transfer_s)
+    trains = placed.step_s <= (placed.train_s + placed.sync.train_s) * (1 + 1e-9)
+    return work_s if trains else max(work_s, rest_s)
+
+
+def limiting_side(train_side_s: float, rollout_side_s: float) -> str:
+    """Which side decides the step."""
+    return "training" if train_side_s >= rollout_side_s else "generation"
 
 
 def _runs_today(problem: Problem, placed: Placed) -> bool:
-    replicas = all(column.runs_today for column, _, _ in placed.replicas)
+    replicas = all(column.runs_today(problem.demand.group_size) for column, _, _ in placed.replicas)
     return placed.training.layout.runs_today and replicas and problem.sync_mode in SYNC_RUNS_TODAY
 
 
@@ -228,23 +245,25 @@ def _training(problem: Problem, placed: Placed) -> TrainingPlan:
         stages=tuple(
             StagePlan(
                 device_type=stage.device_type,
+                kind=problem.topology.types[stage.device_type].kind,
                 data=stage.data,
                 tensor=stage.tensor,
                 layer_share=share,
-                devices={node.name: devices for node, devices in taken},
+                devices={node.machine: node.indices(devices) for node, devices in taken},
             )
             for stage, share, taken in zip(layout.stages, shares, placed.stages, strict=True)
         ),
     )
 
 
-def _replicas(placed: Placed) -> tuple[ReplicaPlan, ...]:
+def _replicas(problem: Problem, placed: Placed) -> tuple[ReplicaPlan, ...]:
     return tuple(
         ReplicaPlan(
             layout=c.name,
             device_type=c.device_type,
-            machine=node.name,
-            devices=devices,
+            kind=problem.topology.types[c.device_type].kind,
+            machine=node.machine,
+            devices=node.indices(devices),
             concurrency=c.concurrency,
             tokens_per_s=c.tokens_per_s,
             latency_s=c.latency_s,
@@ -257,7 +276,7 @@ def _machines(problem: Problem, placed: Placed) -> tuple[MachinePlan, ...]:
     training = {node.name: len(devices) for stage in placed.stages for node, devices in stage}
     rollout: dict[str, int] = {}
     for column, node, _ in placed.replicas:
-        rollout[node.name] = rollout.get(node.name, 0) + column.tensor
+        rollout[node.name] = rollout.get(node.name, 0) + column.devices
     return tuple(
         MachinePlan(
             name=n.name,

@@ -5,12 +5,18 @@ Only proven dominance removes one: whatever plan used it could use others instea
 latency or time.
 
 Which replicas fit beside each other is exact: tensor-parallel degrees are powers of two, so replicas fit on machines
-of d₁, d₂, … devices exactly if for every power k, Σ over degrees ≥ k of degree/k ≤ Σ ⌊dᵢ/k⌋.
+of d₁, d₂, … devices exactly if for every power k, Σ over degrees ≥ k of degree/k ≤ Σ ⌊dᵢ/k⌋. On CPUs the cores of a
+machine that generate form one process, so processes fit exactly if for every k no more have k cores or more than there
+are machines with k cores free.
+
+What runs today, and so all there is unless what-if opens the rest: one trainer on devices of one machine and type, a
+rank per GPU or one process on cores, no more ranks than a minibatch has groups; replicas on one GPU, or one process on
+cores; and each replica leases whole groups, as many as fit.
 """
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 from planners.demand import Demand
@@ -20,7 +26,7 @@ from planners.model import Model
 from planners.profile import DeviceProfile
 from planners.serving import TENSOR_RANKS, ServingCost
 from planners.sync import SYNC_RUNS_TODAY, SyncMode
-from planners.topology import Storage, Topology
+from planners.topology import Topology
 from planners.training import Stage, TrainingCost, TrainingLayout
 
 MOST_PIPELINE_MACHINES = 4
@@ -39,6 +45,14 @@ class TrainingColumn:
     def types(self) -> tuple[str, ...]:
         """Device types that train, sorted."""
         return tuple(sorted({stage.device_type for stage in self.layout.stages}))
+
+    def leaves_less(self, device_type: str, cores: int) -> int:
+        """Machines of a type that have so many cores, and no longer beside the trainer."""
+        return sum(
+            s.machines
+            for s, d in zip(self.layout.stages, self.sizes, strict=True)
+            if s.device_type == device_type and d - s.devices // s.machines < cores <= d
+        )
 
     def machines(self, device_type: str, size: int) -> int:
         """Machines of a type and size that train."""
@@ -59,23 +73,46 @@ class TrainingColumn:
 
 @dataclass(frozen=True)
 class RolloutColumn:
-    """ψ: a replica of `tensor` devices with `concurrency` answers in progress."""
+    """ψ: a replica of `tensor` devices, or one process on `cores`, with `concurrency` answers in progress.
+
+    `leased` of the answers that the gate admits are its own: whole groups, some of whose answers may have to wait.
+    """
 
     device_type: str
     tensor: int
     concurrency: int
     tokens_per_s: float
     latency_s: float
+    leased: int
+    cores: int = 1
 
     @property
-    def runs_today(self) -> bool:
-        """Whether the engine can run it: one device a replica."""
-        return self.tensor == 1
+    def devices(self) -> int:
+        """Devices of the replica."""
+        return self.tensor * self.cores
+
+    def places(self, k: int) -> int:
+        """Places for k devices side by side that it takes; the cores of a process count one by one."""
+        return self.devices if k == 1 else self.tensor // k
+
+    def runs_today(self, group_size: int) -> bool:
+        """Whether the engine can run it: one device or one process, and whole groups of answers."""
+        return self.tensor == 1 and (self.concurrency % group_size == 0 or self.concurrency < group_size)
 
     @property
     def name(self) -> str:
-        """Such as `h20 tp2 c64`."""
-        return f"{self.device_type} tp{self.tensor} c{self.concurrency}"
+        """Such as `h20 tp2 c64`, or `cpu tp1·3 cores c64`."""
+        cores = f"·{self.cores} cores" if self.cores > 1 else ""
+        return f"{self.device_type} tp{self.tensor}{cores} c{self.concurrency}"
+
+
+@dataclass(frozen=True)
+class TrainingWish:
+    """What a person leaves no choice in: who trains, on how many devices, in which ZeRO stage."""
+
+    device_type: str | None = None
+    devices: int | None = None
+    zero: int | None = None
 
 
 class Problem:
@@ -90,17 +127,19 @@ class Problem:
         what_if: bool = False,
         sync_mode: SyncMode = "storage",
         profiles: Mapping[str, DeviceProfile] | None = None,
+        training_wish: TrainingWish | None = None,
     ) -> None:
         if sync_mode not in SYNC_RUNS_TODAY and not what_if:
             raise UserError(
                 f"Sync mode {sync_mode} does not run yet; `storage` does. Add --what-if to plan with it all the same."
             )
-        topology = replace(topology, storage=_measured_storage(topology, model, profiles or {}))
         self.topology = topology
         self.model = model
         self.demand = demand
         self.what_if = what_if
         self.sync_mode: SyncMode = sync_mode
+        self.profiles = profiles or {}
+        self.training_wish = training_wish or TrainingWish()
         self.serving = ServingCost(model, demand, profiles)
         self.training = TrainingCost(model, demand, topology.types, profiles)
         self.capacity: Counter[tuple[str, int]] = Counter()
@@ -114,17 +153,14 @@ class Problem:
         """Machines of a type."""
         return sum(count for (kind, _), count in self.machine_counts.items() if kind == device_type)
 
-
-def _measured_storage(topology: Topology, model: Model, profiles: Mapping[str, DeviceProfile]) -> Storage:
-    """The shared directory at the speed that was measured, where every type has a profile: the slowest type's."""
-    if not set(topology.types) <= set(profiles):
-        return topology.storage
-    publish_s = max(profiles[t].publish_s for t in topology.types)
-    load_s = max(profiles[t].load_s for t in topology.types)
-    gigabytes = model.weight_bytes / 1e9
-    return Storage(
-        write_gb_per_s=gigabytes / max(publish_s, 1e-6), read_gb_per_s=1e6, load_gb_per_s=gigabytes / max(load_s, 1e-6)
-    )
+    def core_machines(self) -> list[tuple[str, int, int]]:
+        """(type, k, machines of that CPU type with k cores or more), for every k that some machine has."""
+        return [
+            (name, k, sum(n for (kind, size), n in self.machine_counts.items() if kind == name and size >= k))
+            for name, device in self.topology.types.items()
+            if device.kind == "cpu"
+            for k in range(1, max(size for kind, size in self.machine_counts if kind == name) + 1)
+        ]
 
 
 def rollout_columns(problem: Problem) -> list[RolloutColumn]:
@@ -137,23 +173,38 @@ def rollout_columns(problem: Problem) -> list[RolloutColumn]:
     serving = problem.serving
     for name, device in sorted(problem.topology.types.items()):
         largest = max(n.devices for n in problem.topology.nodes if n.type_name == name)
-        for ranks in serving.tensor_ranks(device, largest) if problem.what_if else [1]:
-            for c in serving.concurrencies(device, ranks):
-                rate, latency = serving.tokens_per_s(device, ranks, c), serving.latency_s(device, ranks, c)
-                columns.append(RolloutColumn(name, ranks, c, rate, latency))
+        if problem.what_if and device.kind == "cuda":
+            for ranks in serving.tensor_ranks(device, largest):
+                for c in serving.concurrencies(device, ranks):
+                    rate, latency = serving.tokens_per_s(device, ranks, c), serving.latency_s(device, ranks, c)
+                    columns.append(RolloutColumn(name, ranks, c, rate, latency, c))
+            continue
+        for c in serving.group_concurrencies(device):
+            rate, latency = serving.tokens_per_s(device, 1, c), serving.latency_s(device, 1, c)
+            leased = max(c, problem.demand.group_size)
+            for cores in range(1, largest + 1) if device.kind == "cpu" else [1]:
+                columns.append(RolloutColumn(name, 1, c, cores * rate, latency / cores, leased, cores))
     if not columns:
         raise UserError(_fits_nowhere(problem))
-    return [c for c in columns if not any(_replaces(other, c) for other in columns)]
+    return _undominated(columns)
+
+
+def _undominated(columns: list[RolloutColumn]) -> list[RolloutColumn]:
+    """Without those that a narrower replica of the same devices, or several on fewer devices each, can stand for."""
+    kept: list[RolloutColumn] = []
+    for c in sorted(columns, key=lambda c: (c.device_type, c.tensor, c.cores, c.concurrency)):
+        same = [other for other in kept if (other.device_type, other.cores) == (c.device_type, c.cores)]
+        if not any(_replaces(other, c) for other in same):
+            kept.append(c)
+    return kept
 
 
 def _replaces(a: RolloutColumn, b: RolloutColumn) -> bool:
-    """Whether several replicas a do all that one replica b does on the same devices."""
-    if a.device_type != b.device_type or a.tensor >= b.tensor:
-        return False
+    """Whether one or several replicas a do all that one replica b does on the same devices."""
     copies = b.tensor // a.tensor
     return (
-        copies * a.concurrency <= b.concurrency
-        and copies * a.tokens_per_s >= b.tokens_per_s
+        copies * a.leased <= b.leased
+        and copies * a.tokens_per_s >= b.tokens_per_s * (1 - 1e-12)
         and a.latency_s <= b.latency_s
     )
 
@@ -164,11 +215,14 @@ def training_columns(problem: Problem) -> list[TrainingColumn]:
     Raises:
         UserError: nothing can train the model.
     """
-    found: list[TrainingColumn] = []
-    for stages, sizes in _stage_lists(problem):
-        column = _fastest(problem, stages, sizes)
-        if column is not None:
-            found.append(column)
+    wished = [(stages, sizes) for stages, sizes in _stage_lists(problem) if _is_wished(problem.training_wish, stages)]
+    if not wished:
+        raise UserError(
+            f"planner.train_devices is {problem.training_wish.devices}, but a minibatch has "
+            f"{problem.demand.prompts_per_step // problem.demand.minibatches} groups, each trained whole by one rank: "
+            "more GPUs than groups have no work."
+        )
+    found = [column for stages, sizes in wished if (column := _fastest(problem, stages, sizes)) is not None]
     if not found:
         raise UserError(_fits_nowhere(problem))
     found.sort(key=lambda c: (c.step_s, c.layout.devices, c.layout.name))
@@ -179,10 +233,16 @@ def training_columns(problem: Problem) -> list[TrainingColumn]:
     return kept
 
 
+def _is_wished(wish: TrainingWish, stages: tuple[Stage, ...]) -> bool:
+    of_type = wish.device_type is None or all(stage.device_type == wish.device_type for stage in stages)
+    return of_type and wish.devices in (None, sum(stage.devices for stage in stages))
+
+
 def _dominates(a: TrainingColumn, b: TrainingColumn) -> bool:
     return (
         a.step_s <= b.step_s
         and a.types == b.types
+        and a.sizes == b.sizes
         and all(used <= b.uses.get(key, 0) for key, used in a.uses.items())
         and all(a.spare(t) >= b.spare(t) for t in b.types)
     )
@@ -190,11 +250,15 @@ def _dominates(a: TrainingColumn, b: TrainingColumn) -> bool:
 
 def _stage_lists(problem: Problem) -> list[tuple[tuple[Stage, ...], tuple[int, ...]]]:
     """All stage lists: one machine in part, whole machines, and, as what-if, pipelines over whole machines."""
-    sequences = max(1, problem.demand.answers_per_step // problem.demand.minibatches)
+    demand = problem.demand
+    sequences = max(1, (demand.answers_per_step if problem.what_if else demand.prompts_per_step) // demand.minibatches)
     tensors = [k for k in TENSOR_RANKS if problem.model.heads % k == 0] if problem.what_if else [1]
     lists: list[tuple[tuple[Stage, ...], tuple[int, ...]]] = []
     whole: list[tuple[Stage, int]] = []
     for (kind, size), count in sorted(problem.machine_counts.items()):
+        if problem.topology.types[kind].kind == "cpu":
+            lists += [((Stage(kind, 1, 1, 1, cores),), (size,)) for cores in range(1, size + 1)]
+            continue
         for tensor in (k for k in tensors if k <= size):
             for devices in range(tensor, size + 1, tensor):
                 if devices // tensor <= sequences:
@@ -232,7 +296,8 @@ def _fastest(problem: Problem, stages: tuple[Stage, ...], sizes: tuple[int, ...]
     """The layout with the fastest ZeRO stage that fits."""
     links = best_links(problem.topology, stages)
     best: tuple[float, TrainingLayout] | None = None
-    for zero in (0, 1, 2, 3):
+    wished = problem.training_wish.zero
+    for zero in (0, 1, 2, 3) if wished is None else (wished,):
         layout = TrainingLayout(stages, zero)
         if all(memory.fits for memory in problem.training.memory(layout)):
             seconds = problem.training.step_s(layout, links)
@@ -263,11 +328,12 @@ def _fits_nowhere(problem: Problem) -> str:
     """How many GiB are missing where it comes closest, and the smallest thing that would do."""
     model = problem.model
     best: tuple[float, str] | None = None
+    zero = 3 if problem.training_wish.zero is None else problem.training_wish.zero
     for stages, _ in _stage_lists(problem):
-        layout = TrainingLayout(stages, 3)
+        layout = TrainingLayout(stages, zero)
         for stage, memory in zip(stages, problem.training.memory(layout), strict=True):
             short = (memory.total - memory.available) / GIB
-            where = f"training on {stage.devices} × {stage.device_type} (ZeRO 3)"
+            where = f"training on {stage.devices} × {stage.device_type} (ZeRO {zero})"
             if best is None or short < best[0]:
                 best = (short, where)
     longest = problem.demand.prompt.longest + problem.demand.response.longest
@@ -291,6 +357,8 @@ def _smallest(problem: Problem) -> str:
 
     options = []
     for name, device in CATALOGUE.items():
+        if device.kind == "cpu":
+            continue
         cost = TrainingCost(problem.model, problem.demand, {name: device})
         for devices in range(1, 9):
             if cost.memory(TrainingLayout((Stage(name, devices, 1, 1),), 3))[0].fits:

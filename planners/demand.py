@@ -55,18 +55,21 @@ class Demand:
         age = self.response.age_moment(2) - self.response.age_moment(1) ** 2
         return float(max(0.0, prompt + age) ** 0.5)
 
-    @property
+    @cached_property
     def latency_tokens(self) -> float:
-        """The longest of a step's answers, which it waits for, as a quantile of lengths; at least the 99 % one."""
-        return self.response.quantile(max(0.99, 1 - 1 / self.answers_per_step))
+        """The longest of a step's answers, which it waits for: its mean length, or the 99 % quantile where longer."""
+        return max(self.response.quantile(0.99), self.response.mean_longest(self.answers_per_step))
 
     @cached_property
     def drain_share(self) -> float:
         """What a batch takes longer than its work at full speed, as a share of the longest answer's time.
 
         When no answer waits any more, those in progress have still to end: the longest of them takes the residual
-        length's high quantile, while their work alone would take its mean.
+        length's high quantile, while their work alone would take its mean. Answers of one length that start
+        together also end together.
         """
+        if self.response.points[0] == self.response.longest:
+            return 0.0
         residual = self.response.residual_quantile(1 - 1 / self.answers_per_step) - self.response.age_moment(1)
         return max(0.0, residual) / self.latency_tokens
 
@@ -85,15 +88,19 @@ class Demand:
         return self.max_staleness <= 1
 
 
-def demand_of(workload: Workload, minibatches: int = 1) -> Demand:
-    """A workload's demand; without length distributions every length is its maximum."""
+def demand_of(workload: Workload, minibatches: int = 1, answer_tokens: float | None = None) -> Demand:
+    """A workload's demand.
+
+    Without a distribution every prompt is as long as it may be, and every answer has `answer_tokens`, or where that is
+    not known either `max_new_tokens`.
+    """
     prompt, response = workload.prompt_lengths, workload.response_lengths
     return Demand(
         prompts_per_step=workload.prompts_per_step,
         group_size=workload.group_size,
         max_staleness=workload.max_staleness,
         prompt=prompt.lengths() if prompt else constant(workload.max_prompt_tokens),
-        response=response.lengths() if response else constant(workload.max_new_tokens),
+        response=response.lengths() if response else constant(answer_tokens or workload.max_new_tokens),
         longest_tokens=workload.max_prompt_tokens + workload.max_new_tokens,
         minibatches=minibatches,
         reward_s=workload.reward_s,

@@ -19,9 +19,10 @@ from planners.topology import Node, Topology
 from planners.training import Stage, TrainingCost, TrainingLayout
 
 MOST_DEVICES = 8
+GROUPS = (*range(1, 17), 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 LADDER = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
-Engine = tuple[int, int, float, float]
-"""Devices, answers in progress, tokens/s, latency of one replica."""
+Engine = tuple[int, int, float, float, int]
+"""Devices, answers in progress, tokens/s, latency of one replica, answers that it leases."""
 
 
 @dataclass(frozen=True)
@@ -72,21 +73,23 @@ def _placed(
         return None
     generating = [n for n, chosen in zip(topology.nodes, choice, strict=True) if chosen]
     training = [n for stage in trainer.stages for n in stage]
-    sync = sync_of(problem.sync_mode, topology, training, generating, problem.model.weight_bytes)
-    eta, waits_s = demand.max_staleness, sync.pause_s + demand.reward_s
+    sync = sync_of(problem.sync_mode, topology, training, generating, problem.model.weight_bytes, problem.profiles)
+    eta, waits_s = demand.max_staleness, sync.rollout_s + demand.reward_s
     if eta <= 1:
         batch_s = max(latency_s, generate_s + demand.drain_share * latency_s)
-        in_time_s = (trainer.seconds + waits_s + batch_s) / (eta + 1)
+        in_time_s = (trainer.seconds + sync.transfer_s + demand.reward_s + batch_s) / (eta + 1) + sync.rollout_s
     else:
         in_time_s = waits_s + latency_s / (eta - 0.5)
-    step_s = max(together_s + sync.pause_s, in_time_s, sync.transfer_s)
+    sides_s = max(trainer.seconds + sync.train_s, generate_s + waits_s)
+    step_s = max(sides_s, in_time_s, sync.transfer_s)
     if step_s >= faster_than_s:
         return None
     replicas = []
     for node, chosen in zip(topology.nodes, choice, strict=True):
         first = trainer.taken.get(node.name, 0)
-        for devices, answers, engine_rate, engine_latency_s in chosen:
-            column = RolloutColumn(node.type_name, devices, answers, engine_rate, engine_latency_s)
+        for devices, answers, engine_rate, engine_latency_s, leased in chosen:
+            tensor, cores = (1, devices) if node.device.kind == "cpu" else (devices, 1)
+            column = RolloutColumn(node.type_name, tensor, answers, engine_rate, engine_latency_s, leased, cores)
             replicas.append((column, node, tuple(range(first, first + devices))))
             first += devices
     stages = tuple(tuple((n, tuple(range(trainer.taken[n.name]))) for n in stage) for stage in trainer.stages)
@@ -98,13 +101,23 @@ def _placed(
 def engines_of(serving: ServingCost, demand: Demand, node: Node, what_if: bool) -> list[Engine]:
     """Every replica that fits on this machine's kind of device."""
     found: list[Engine] = []
-    for devices in (1, 2, 4, 8) if what_if else (1,):
-        if devices > node.devices or serving.model.heads % devices:
-            continue
-        most = min(serving.most_answers(node.device, devices), max(1, demand.max_staleness) * demand.answers_per_step)
-        for answers in {c for c in LADDER if c < most} | ({most} if most else set()):
-            rate = serving.tokens_per_s(node.device, devices, answers)
-            found.append((devices, answers, rate, serving.latency_s(node.device, devices, answers)))
+    gate, group = max(1, demand.max_staleness) * demand.answers_per_step, demand.group_size
+    on_cores = node.device.kind == "cpu"
+    if what_if and not on_cores:
+        for devices in (1, 2, 4, 8):
+            if devices > node.devices or serving.model.heads % devices:
+                continue
+            most = min(serving.most_answers(node.device, devices), gate)
+            for answers in {c for c in LADDER if c < most} | ({most} if most else set()):
+                rate = serving.tokens_per_s(node.device, devices, answers)
+                found.append((devices, answers, rate, serving.latency_s(node.device, devices, answers), answers))
+        return found
+    most = min(serving.most_answers(node.device, 1), gate)
+    whole = {groups * group for groups in {*GROUPS, most // group} if 0 < groups <= most // group}
+    for answers in whole or ({most} if most else set()):
+        rate, latency_s = serving.tokens_per_s(node.device, 1, answers), serving.latency_s(node.device, 1, answers)
+        for cores in range(1, node.devices + 1) if on_cores else [1]:
+            found.append((cores, answers, cores * rate, latency_s / cores, max(answers, group)))
     return found
 
 
@@ -113,11 +126,15 @@ def generations(
 ) -> Iterator[tuple[tuple[Engine, ...], ...]]:
     """Every set of replicas on the devices that the trainer leaves, within the gate."""
     gate = max(1, demand.max_staleness) * demand.answers_per_step
-    per_machine = [
-        list(packings(engines[n.name], n.devices - trainer.taken.get(n.name, 0), gate, 0)) for n in topology.nodes
-    ]
+    per_machine = []
+    for n in topology.nodes:
+        free = n.devices - trainer.taken.get(n.name, 0)
+        if n.device.kind == "cpu":  # one process on the cores that are left
+            per_machine.append([(), *((e,) for e in engines[n.name] if e[0] <= free and e[4] <= gate)])
+        else:
+            per_machine.append(list(packings(engines[n.name], free, gate, 0)))
     for choice in itertools.product(*per_machine):
-        if sum(engine[1] for chosen in choice for engine in chosen) <= gate:
+        if sum(engine[4] for chosen in choice for engine in chosen) <= gate:
             yield choice
 
 
@@ -125,8 +142,8 @@ def packings(engines: list[Engine], free: int, gate: int, start: int) -> Iterato
     """Multisets of replicas on `free` devices."""
     yield ()
     for i in range(start, len(engines)):
-        if engines[i][0] <= free and engines[i][1] <= gate:
-            for rest in packings(engines, free - engines[i][0], gate - engines[i][1], i):
+        if engines[i][0] <= free and engines[i][4] <= gate:
+            for rest in packings(engines, free - engines[i][0], gate - engines[i][4], i):
                 yield (engines[i], *rest)
 
 
@@ -134,9 +151,13 @@ def trainers(
     training: TrainingCost, topology: Topology, model: Model, demand: Demand, what_if: bool
 ) -> Iterator[Trainer]:
     """Every layout on every set of concrete machines."""
-    most = max(1, demand.answers_per_step // demand.minibatches)
+    most = max(1, (demand.answers_per_step if what_if else demand.prompts_per_step) // demand.minibatches)
     degrees = [k for k in (1, 2, 4, 8) if model.heads % k == 0] if what_if else [1]
     for node in topology.nodes:
+        if node.device.kind == "cpu":
+            for cores in range(1, node.devices + 1):
+                yield from _costed(training, topology, ((node,),), (Stage(node.type_name, 1, 1, 1, cores),))
+            continue
         for tensor, data in itertools.product(degrees, range(1, node.devices + 1)):
             if tensor * data <= node.devices and data <= most:
                 yield from _costed(training, topology, ((node,),), (Stage(node.type_name, data, tensor, 1),))

@@ -6,12 +6,15 @@ from dataclasses import replace
 from typing import Any
 
 from planners.cluster_plan import ClusterPlan
+from planners.columns import Problem, rollout_columns, training_columns
 from planners.demand import Demand
 from planners.errors import UserError
+from planners.joint import solve_joint
 from planners.make import make_plan
 from planners.memory import GIB
 from planners.model import Model
 from planners.simulator import Simulation
+from planners.solver import Infeasible
 from planners.topology import Topology
 
 SYMBOLS = {"train": "T", "generate": "G", "sync": "s", "wait": ".", "down": "x"}
@@ -27,20 +30,25 @@ def explain(plan: ClusterPlan, next_devices: Mapping[str, float] | None = None) 
     """
     generating = Counter(t for replica in plan.replicas for t in [replica.device_type] * len(replica.devices))
     side, other = ("Training", "generation") if plan.limited_by == "training" else ("Generation", "training")
-    longer, shorter = sorted((plan.train_s, plan.rollout_s + plan.reward_s), reverse=True)
+    sides = (plan.train_s + plan.sync_train_s, plan.rollout_s + plan.reward_s + plan.sync_rollout_s)
+    longer, shorter = sorted(sides, reverse=True)
     idle = sum(m.devices - m.training - m.rollout for m in plan.machines)
     lines = [
         f"Trains on {plan.training.layout}; generates on "
         + ", ".join(f"{count} × {kind}" for kind, count in sorted(generating.items()))
-        + f" in {len(plan.replicas)} replicas.",
-        f"{side} limits: {longer:.1f} s a step against {shorter:.1f} s of {other}; sync ({plan.sync_mode}) adds "
-        f"{plan.sync_s:.1f} s, so a step takes {plan.step_s:.1f} s.",
-        f"{plan.throughput_tokens_per_s:,.0f} response tokens/s for {plan.usd_per_h:.2f} USD/h, "
-        f"{plan.usd_per_million_tokens:.2f} USD per million tokens.",
-        _certainty(plan),
+        + f" in {len(plan.replicas)} {'replica' if len(plan.replicas) == 1 else 'replicas'}.",
+        f"{side} limits: {longer:.2f} s a step against {shorter:.2f} s of {other}, {_sync_words(plan)} included; a "
+        f"step takes {plan.step_s:.2f} s{_in_turn(plan)}.",
+        f"{plan.throughput_tokens_per_s:,.0f} response tokens/s{_price_words(plan)}.",
     ]
+    if plan.simulated_step_s is not None:
+        differs = plan.simulated_step_s / plan.step_s - 1
+        lines.append(
+            f"A simulation, with lengths drawn at random, takes {plan.simulated_step_s:.2f} s a step ({differs:+.1%})."
+        )
+    lines.append(_certainty(plan))
     if idle:
-        lines.append(f"{idle} devices are not needed: they would not shorten the step.")
+        lines.append(f"{idle} {'device is' if idle == 1 else 'devices are'} not needed: no use would shorten the step.")
     fullest = max((n for n, m in plan.memory.items() if m.role == "train"), key=lambda name: _share(plan, name))
     lines.append(f"Memory is fullest on {fullest}: {_share(plan, fullest):.0%} of what may be used.")
     for kind, gain in sorted((next_devices or {}).items(), key=lambda item: -item[1]):
@@ -49,6 +57,23 @@ def explain(plan: ClusterPlan, next_devices: Mapping[str, float] | None = None) 
     if plan.what_if:
         lines.append("What-if: it uses layouts or a sync mode that do not run yet.")
     return "\n".join(lines)
+
+
+def _price_words(plan: ClusterPlan) -> str:
+    if not plan.usd_per_h:
+        return ""
+    return f" for {plan.usd_per_h:.2f} USD/h, {plan.usd_per_million_tokens:.2f} USD per million tokens"
+
+
+def _sync_words(plan: ClusterPlan) -> str:
+    if plan.sync_mode == "storage":
+        return f"{plan.sync_train_s:.2f} s of writing weights and {plan.sync_rollout_s:.2f} s of loading them"
+    hidden = f" after {plan.transfer_s:.2f} s of hidden transfer" if plan.transfer_s else ""
+    return f"{plan.sync_rollout_s:.2f} s of {plan.sync_mode} sync{hidden}"
+
+
+def _in_turn(plan: ClusterPlan) -> str:
+    return ", since with staleness 0 the sides take turns" if plan.demand.max_staleness == 0 else ""
 
 
 def _certainty(plan: ClusterPlan) -> str:
@@ -70,17 +95,33 @@ def _share(plan: ClusterPlan, name: str) -> float:
 def next_device_gains(topology: Topology, model: Model, demand: Demand, plan: ClusterPlan) -> dict[str, float]:
     """Relative gain in throughput from one more device of each type, on a machine of its own.
 
-    It is linked as machines of its type are; where there is only one, as its type is linked to others.
+    It is linked as machines of its type are; where there is only one, as its type is linked to others. Compared are
+    step times before placement. A layout that trains no faster than the plan's step cannot shorten it, so only the
+    others are tried. Among 1,000 devices and more one is within the solver's own gap of 0.1 %: nothing is said of it.
     """
+    if topology.devices * NEGLIGIBLE >= 1:
+        return {}
+    before_s = demand.tokens_per_step / plan.upper_bound_tokens_per_s / (1 - plan.gap_solver)
     gains = {}
     for kind, device in topology.types.items():
         links = {frozenset((kind,)): min(topology.type_links.values(), default=1e9), **topology.type_links}
         like = next(n for n in topology.nodes if n.type_name == kind)
-        extra = replace(like, name="one-more", group="one-more", device=device, devices=1)
+        extra = replace(like, name="one-more", group="one-more", device=device, devices=1, host="", numbers=())
         grown = replace(topology, nodes=(*topology.nodes, extra), type_links=links)
-        better = make_plan(grown, model, demand, what_if=plan.what_if, sync_mode=plan.sync_mode)
-        gains[kind] = better.throughput_tokens_per_s / plan.throughput_tokens_per_s - 1
+        problem = Problem(grown, model, demand, what_if=plan.what_if, sync_mode=plan.sync_mode)
+        gains[kind] = max(0.0, before_s / _step_below_s(problem, before_s) - 1)
     return gains
+
+
+def _step_below_s(problem: Problem, limit_s: float) -> float:
+    """The shortest step before placement, or the limit where none is shorter."""
+    training = [column for column in training_columns(problem) if column.step_s < limit_s]
+    if not training:
+        return limit_s
+    try:
+        return solve_joint(problem, training, rollout_columns(problem)).objective
+    except Infeasible:
+        return limit_s
 
 
 def budget_curve(

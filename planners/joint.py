@@ -5,20 +5,23 @@
     z_σ ∈ {0,1}  y_ψ ∈ ℕ    chosen layout, number of replicas
     m_t,d ∈ ℕ               machines of type t with d devices that generate and do not train; m_t = Σ_d m_t,d
     l_t, v_t, s_t ∈ {0,1}   whether the trainer's machine generates too, m_t ≥ 1, m_t ≥ 2
-    T, τ, H, S, X           step time, generation time, generation rate, sync pause, transfer time
+    T, τ, H                 step time, generation time, generation rate
+    S, P, X                 seconds that replicas and trainer stand still for a weight update, transfer time
 
     minimise T                                                   (or price, see below)
     (1)  Σ_σ z_σ = 1
     (2)  Σ_σ a_σ,t,k z_σ + Σ_{ψ of t, tp ≥ k} (tp_ψ/k) y_ψ ≤ Σ_machines ⌊d/k⌋          ∀ t, k: they fit side by side
+         Σ_{ψ of t, cores ≥ k} y_ψ ≤ machines of t with k cores left by training     ∀ CPU types t, k: one process each
     (3)  H = Σ h_ψ y_ψ,   τ ≥ W/H                                convex: tangents τ ≥ (W/H₀)(2 − H/H₀) until tight
-    (4)  T ≥ Σ T_σ z_σ + S
+    (4)  T ≥ Σ T_σ z_σ + P
     (5)  T ≥ τ + R + S                                           R reward seconds
-    (6)  Σ c_ψ y_ψ ≤ max(1, η)·B·G                               more in flight would starve at the gate
+    (6)  Σ leased_ψ y_ψ ≤ max(1, η)·B·G                          more in flight would starve at the gate
     (7)  Λ ≥ ℓ_ψ for used ψ, and the longest answer must be there in time:
          η ≥ 2:  (η − ½)(T − S − R) ≥ Λ                          leases spread over the step
-         η ≤ 1:  (η + 1)·T ≥ Σ T_σ z_σ + S + R + max(Λ, τ + ρ·Λ) each step a batch that drains, for ρ of Λ
+         η ≤ 1:  (η + 1)(T − S) ≥ Σ T_σ z_σ + X + R + max(Λ, τ + ρ·Λ)   each step a batch that drains, for ρ of Λ
     (8)  Σ_d d·m_t,d ≥ Σ_{ψ of t} tp_ψ y_ψ − min(Σ spare_σ,t z_σ, l_t·max d),   m_t,d ≤ machines left by training
-    (9)  S, X as in `planners.sync`, per type set g, switched on by Σ_{σ: g(σ)=g} z_σ
+    (9)  S, P, X as in `planners.sync`: P = S but in mode `storage`, where P = X = Σ publish_σ z_σ and S ≥ load_t for
+         used t; in the other modes per type set g, switched on by Σ_{σ: g(σ)=g} z_σ
    (10)  T ≥ X
 
 Variants: Σ_t price_t·n_t ≤ budget with n_t devices used; or T ≤ target, minimise Σ_t price_t·n_t. Columns carry the
@@ -34,7 +37,7 @@ from planners.columns import Problem, RolloutColumn, TrainingColumn
 from planners.errors import UserError
 from planners.serving import TENSOR_RANKS
 from planners.solver import Infeasible, minimise
-from planners.sync import storage_s
+from planners.sync import Sync, load_s, publish_s
 
 TANGENT_RATIO = 1.04
 TIGHT = 1e-5
@@ -45,10 +48,14 @@ ROUNDS = 12
 
 @dataclass(frozen=True)
 class Wish:
-    """What is minimised under which limit: step time on everything, under a budget, or price under a target."""
+    """What is minimised under which limit: step time on everything, under a budget, or price under a target.
+
+    Where `all_is_free`, generation time stands in for the price, and then the number of devices that train.
+    """
 
     budget_usd_per_h: float | None = None
     target_step_s: float | None = None
+    all_is_free: bool = False
 
 
 @dataclass(frozen=True)
@@ -62,7 +69,7 @@ class Choice:
     replicas: Mapping[RolloutColumn, int]
     objective: float
     bound: float
-    pause_s: float
+    sync: Sync
 
 
 class _Program:
@@ -89,6 +96,7 @@ class _Program:
         self.step, self.generation = self.program.add_variable("T", 0), self.program.add_variable("tau", 0)
         self.rate = self.program.add_variable("H", min(c.tokens_per_s for c in rollout))
         self.pause, self.transfer = self.program.add_variable("S", 0), self.program.add_variable("X", 0)
+        self.train_pause = self.program.add_variable("P", 0) if problem.sync_mode == "storage" else self.pause
         self._objective()
         self._assignment()
         self._times()
@@ -101,7 +109,11 @@ class _Program:
         if self.wish.target_step_s is None:
             self.program += self.step
         else:
-            self.program += self.price + TIDY_USD_PER_H * sum_(self.y)
+            cost = self.price
+            if self.wish.all_is_free:
+                devices = sum_(c.layout.devices * z for c, z in zip(self.training, self.z, strict=True))
+                cost = self.generation + TIDY_USD_PER_H * devices
+            self.program += cost + TIDY_USD_PER_H * sum_(self.y)
             self.program += self.step <= self.wish.target_step_s
         if self.wish.budget_usd_per_h is not None:
             self.program += self.price <= self.wish.budget_usd_per_h
@@ -110,7 +122,7 @@ class _Program:
         """n_t."""
         return self.pulp.lpSum(
             [c.uses.get((device_type, 1), 0) * z for c, z in zip(self.training, self.z, strict=True)]
-            + [c.tensor * y for c, y in zip(self.rollout, self.y, strict=True) if c.device_type == device_type]
+            + [c.devices * y for c, y in zip(self.rollout, self.y, strict=True) if c.device_type == device_type]
         )
 
     def _assignment(self) -> None:
@@ -121,12 +133,16 @@ class _Program:
             for k in TENSOR_RANKS:
                 places = [c.uses.get((t, k), 0) * z for c, z in zip(self.training, self.z, strict=True)]
                 places += [
-                    c.tensor // k * y
+                    c.places(k) * y
                     for c, y in zip(self.rollout, self.y, strict=True)
                     if c.device_type == t and c.tensor >= k
                 ]
                 self.program += sum_(places) <= problem.capacity[t, k]
-        in_flight = sum_(c.concurrency * y for c, y in zip(self.rollout, self.y, strict=True))
+        for t, k, machines in problem.core_machines():
+            processes = [y for c, y in zip(self.rollout, self.y, strict=True) if c.device_type == t and c.cores >= k]
+            taken = sum_(c.leaves_less(t, k) * z for c, z in zip(self.training, self.z, strict=True))
+            self.program += sum_(processes) + taken <= machines
+        in_flight = sum_(c.leased * y for c, y in zip(self.rollout, self.y, strict=True))
         self.program += in_flight <= problem.demand.gate_answers
 
     def _times(self) -> None:
@@ -134,7 +150,7 @@ class _Program:
         sum_, demand = self.pulp.lpSum, self.problem.demand
         self.program += self.rate == sum_(c.tokens_per_s * y for c, y in zip(self.rollout, self.y, strict=True))
         train = sum_(c.step_s * z for c, z in zip(self.training, self.z, strict=True))
-        self.program += self.step >= train + self.pause
+        self.program += self.step >= train + self.train_pause
         self.program += self.step >= self.generation + demand.reward_s + self.pause
         lowest = min(c.tokens_per_s for c in self.rollout)
         highest = _highest_rate(self.problem, self.rollout)
@@ -170,16 +186,17 @@ class _Program:
         if not demand.in_batches:
             self.program += demand.latency_steps * (self.step - waits) >= longest
             return
-        waits += sum_(c.step_s * z for c, z in zip(self.training, self.z, strict=True))
-        steps = demand.max_staleness + 1
-        self.program += steps * self.step >= waits + longest
-        self.program += steps * self.step >= waits + self.generation + demand.drain_share * longest
+        train = sum_(c.step_s * z for c, z in zip(self.training, self.z, strict=True))
+        before = train + self.transfer + demand.reward_s
+        body = (demand.max_staleness + 1) * (self.step - self.pause)
+        self.program += body >= before + longest
+        self.program += body >= before + self.generation + demand.drain_share * longest
 
     def _sync(self) -> None:
         """(8), (9), (10)."""
         problem, weight_bytes = self.problem, self.problem.model.weight_bytes
         if problem.sync_mode == "storage":
-            self.program += self.pause >= storage_s(problem.topology.storage, weight_bytes)
+            self._storage()
             return
         places = {t: self._generating_machines(t) for t in problem.topology.types}
         inside_s = {t: weight_bytes / d.link_bytes_per_s for t, d in problem.topology.types.items()}
@@ -207,6 +224,22 @@ class _Program:
                 self.program += self.pause >= inside_s[t] * places[t].local
                 self.program += self.pause >= inside_s[t] * places[t].remote
 
+    def _storage(self) -> None:
+        """(9) where the trainer writes and replicas load, each side at its slowest type's pace."""
+        problem, sum_ = self.problem, self.pulp.lpSum
+        written = sum_(training_publish_s(problem, c) * z for c, z in zip(self.training, self.z, strict=True))
+        self.program += self.train_pause >= written
+        self.program += self.transfer >= written
+        loads = {t: replica_load_s(problem, t) for t in sorted({c.device_type for c in self.rollout})}
+        shortest_s = min(loads.values())
+        self.program += self.pause >= shortest_s
+        for t, seconds in loads.items():
+            if seconds > shortest_s:
+                used = self.program.add_variable(f"u_{t}", cat=self.pulp.LpBinary)
+                mine = sum_(y for c, y in zip(self.rollout, self.y, strict=True) if c.device_type == t)
+                self.program += mine <= problem.capacity[t, 1] * used
+                self.program += self.pause >= shortest_s + (seconds - shortest_s) * used
+
     def _generating_machines(self, device_type: str) -> "_Places":
         """(8)."""
         problem, add, sum_, t = self.problem, self.program.add_variable, self.pulp.lpSum, device_type
@@ -223,7 +256,7 @@ class _Program:
             several=add(f"s_{t}", cat=self.pulp.LpBinary),
         )
         room = sum_(d * m for d, m in of_size.items())
-        devices = sum_(c.tensor * y for c, y in zip(self.rollout, self.y, strict=True) if c.device_type == t)
+        devices = sum_(c.devices * y for c, y in zip(self.rollout, self.y, strict=True) if c.device_type == t)
         spare = sum_(c.spare(t) * z for c, z in zip(self.training, self.z, strict=True))
         self.program += room >= devices - spare
         self.program += room >= devices - max(sizes) * places.local
@@ -253,6 +286,7 @@ def solve_joint(
 ) -> Choice:
     """Choose columns: the fastest plan, and among equally fast ones the one that needs the cheapest devices.
 
+    Where devices cost nothing that is the one that generates fastest: what stands there anyway may as well help.
     The latency condition (7) costs a binary per column, so a first solve without it gives a floor under T; only the
     columns that the floor does not allow get one.
 
@@ -265,24 +299,42 @@ def solve_joint(
         return _solve(problem, training, rollout, wish, 0.0, time_limit_s, gap)
     fastest = _solve(problem, training, rollout, wish, None, time_limit_s, gap)
     if _true_step_s(problem, fastest) > fastest.objective * (1 + SLACK):
-        shortest_s = min(c.step_s for c in training)
-        allowed_s = _allowed_latency_s(problem, max(shortest_s, fastest.bound - _pause_ceiling_s(problem)))
+        allowed_s = _allowed_latency_s(problem, _shortest_body_s(problem, training, rollout, fastest.bound))
         exact = _solve(problem, training, rollout, wish, allowed_s, time_limit_s, gap)
         fastest = replace(exact, bound=max(exact.bound, fastest.bound))
-    return _cheapest_as_fast(problem, rollout, fastest, time_limit_s)
+    is_free = problem.topology.usd_per_h == 0
+    return _cheapest_as_fast(problem, training if is_free else [fastest.training], rollout, fastest, time_limit_s, gap)
 
 
-def _cheapest_as_fast(problem: Problem, rollout: list[RolloutColumn], fastest: Choice, time_limit_s: float) -> Choice:
-    """The same training column and step time with the cheapest replicas."""
-    wish = Wish(target_step_s=fastest.objective * (1 + SLACK))
-    allowed_s = _allowed_latency_s(problem, fastest.training.step_s)
+def _cheapest_as_fast(
+    problem: Problem,
+    training: list[TrainingColumn],
+    rollout: list[RolloutColumn],
+    fastest: Choice,
+    time_limit_s: float,
+    gap: float,
+) -> Choice:
+    """The same step time at the lowest price, with one of these training columns."""
+    slack = min(SLACK, gap)
+    wish = Wish(target_step_s=fastest.objective * (1 + slack), all_is_free=problem.topology.usd_per_h == 0)
+    allowed_s = _allowed_latency_s(problem, _shortest_body_s(problem, training, rollout, fastest.bound))
     try:
-        cheap = _solve(problem, [fastest.training], rollout, wish, allowed_s, time_limit_s, 1e-3)
+        cheap = _solve(problem, training, rollout, wish, allowed_s, time_limit_s, gap)
     except Infeasible:  # by less than the solver's own tolerance
         return fastest
-    if _true_step_s(problem, cheap) > max(fastest.objective, _true_step_s(problem, fastest)) * (1 + 2 * SLACK):
+    if _true_step_s(problem, cheap) > max(fastest.objective, _true_step_s(problem, fastest)) * (1 + 2 * slack):
         return fastest  # tangents ran out
-    return replace(fastest, replicas=cheap.replicas, pause_s=cheap.pause_s)
+    return replace(fastest, training=cheap.training, replicas=cheap.replicas, sync=cheap.sync)
+
+
+def _shortest_body_s(
+    problem: Problem, training: list[TrainingColumn], rollout: list[RolloutColumn], bound_s: float
+) -> float:
+    """T − S of no plan is below this, given that no T is below the bound."""
+    demand = problem.demand
+    generates_s = demand.tokens_per_step / _highest_rate(problem, rollout) + demand.reward_s
+    trains_s = min(c.step_s for c in training) if problem.sync_mode != "storage" else 0.0  # there it does not wait S
+    return max(generates_s, trains_s, bound_s - _pause_ceiling_s(problem))
 
 
 def _allowed_latency_s(problem: Problem, body_s: float) -> float:
@@ -299,11 +351,22 @@ def _highest_rate(problem: Problem, rollout: list[RolloutColumn]) -> float:
     )
 
 
+def training_publish_s(problem: Problem, column: TrainingColumn) -> float:
+    """Seconds in which the column's trainer writes a version to storage."""
+    weights = problem.model.weight_bytes
+    return max(publish_s(problem.topology, t, weights, problem.profiles) for t in column.types)
+
+
+def replica_load_s(problem: Problem, device_type: str) -> float:
+    """Seconds in which a replica of this type loads a version from storage."""
+    return load_s(problem.topology, device_type, problem.model.weight_bytes, problem.profiles)
+
+
 def _pause_ceiling_s(problem: Problem) -> float:
     """S of the worst plan."""
     weights, topology = problem.model.weight_bytes, problem.topology
     if problem.sync_mode == "storage":
-        return storage_s(topology.storage, weights)
+        return max(replica_load_s(problem, t) for t in topology.types)
     inside_s = max(weights / d.link_bytes_per_s for d in topology.types.values())
     if problem.sync_mode == "overlapped":
         return inside_s
@@ -315,22 +378,20 @@ def _pause_ceiling_s(problem: Problem) -> float:
 def _true_step_s(problem: Problem, choice: Choice) -> float:
     """T of a choice from its columns, free of the program's tangents and levels."""
     latency_s = max(c.latency_s for c in choice.replicas)
-    return step_seconds(problem, choice.training.step_s, total_rate(choice.replicas), latency_s, choice.pause_s)
+    return step_seconds(problem, choice.training.step_s, total_rate(choice.replicas), latency_s, choice.sync)
 
 
-def step_seconds(
-    problem: Problem, train_s: float, rate: float, latency_s: float, pause_s: float, transfer_s: float = 0.0
-) -> float:
+def step_seconds(problem: Problem, train_s: float, rate: float, latency_s: float, sync: Sync) -> float:
     """T from its parts, (3) to (5), (7) and (10)."""
     demand = problem.demand
     generate_s = demand.tokens_per_step / rate
-    body_s = max(train_s, generate_s + demand.reward_s)
+    body_s = max(train_s + sync.train_s, generate_s + demand.reward_s + sync.rollout_s)
     if demand.in_batches:
         batch_s = max(latency_s, generate_s + demand.drain_share * latency_s)
-        in_time_s = (train_s + pause_s + demand.reward_s + batch_s) / (demand.max_staleness + 1)
+        in_time_s = (train_s + sync.transfer_s + demand.reward_s + batch_s) / (demand.max_staleness + 1)
     else:
-        in_time_s = latency_s / demand.latency_steps + demand.reward_s + pause_s
-    return max(body_s + pause_s, in_time_s, transfer_s)
+        in_time_s = latency_s / demand.latency_steps + demand.reward_s
+    return max(body_s, in_time_s + sync.rollout_s, sync.transfer_s)
 
 
 def total_rate(replicas: Mapping[RolloutColumn, int]) -> float:
@@ -353,11 +414,12 @@ def _solve(
         solution = minimise(built.program, time_limit_s, gap)
         bound = max(bound, solution.bound)
         rate = built.rate.varValue
-        if built.generation.varValue >= problem.demand.tokens_per_step / rate * (1 - TIGHT):
+        if built.generation.varValue >= problem.demand.tokens_per_step / rate * (1 - min(TIGHT, gap)):
             break
         built.add_tangent(rate)
     z = max(range(len(training)), key=lambda i: built.z[i].varValue)
     replicas = {c: round(y.varValue) for c, y in zip(rollout, built.y, strict=True) if round(y.varValue) > 0}
     if not replicas:
         raise UserError("The solver returned a plan without replicas.")
-    return Choice(training[z], replicas, solution.objective, bound, built.pause.varValue)
+    sync = Sync(built.train_pause.varValue, built.pause.varValue, built.transfer.varValue)
+    return Choice(training[z], replicas, solution.objective, bound, sync)

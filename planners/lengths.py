@@ -32,6 +32,11 @@ class Lengths:
         """Shortest length that at least `share` of the answers do not exceed."""
         return self.points[min(len(self.points) - 1, max(0, round(share * len(self.points)) - 1))]
 
+    def mean_longest(self, count: int) -> float:
+        """E[longest of `count` answers] = Σ pᵢ·((i/N)^count − ((i − 1)/N)^count) over the N points in order."""
+        size = len(self.points)
+        return sum(p * ((i / size) ** count - ((i - 1) / size) ** count) for i, p in enumerate(self.points, start=1))
+
     @property
     def longest(self) -> float:
         """The largest length that occurs."""

@@ -6,7 +6,14 @@ from dataclasses import dataclass
 from typing import Literal
 
 from planners.cluster_plan import ClusterPlan, build_plan
-from planners.columns import Problem, RolloutColumn, TrainingColumn, rollout_columns, training_columns
+from planners.columns import (
+    Problem,
+    RolloutColumn,
+    TrainingColumn,
+    TrainingWish,
+    rollout_columns,
+    training_columns,
+)
 from planners.demand import Demand
 from planners.errors import UserError
 from planners.joint import TIDY_USD_PER_H, Choice, Wish, solve_joint
@@ -19,6 +26,9 @@ from planners.topology import Topology
 
 Mode = Literal["joint", "two-phase", "homogeneous", "uniform", "exhaustive"]
 RANKING_ROUNDS = 4
+SOLVER_GAP, FINE_SOLVER_GAP = 1e-3, 1e-7
+FEW_DEVICES = 16
+"""What runs today on up to so many devices is solved to the finer gap, which costs nothing there."""
 
 
 def make_plan(
@@ -34,6 +44,7 @@ def make_plan(
     partition: Literal["printed", "corrected"] = "corrected",
     exclude_training_bound: bool = False,
     profiles: Mapping[str, DeviceProfile] | None = None,
+    training_wish: TrainingWish | None = None,
     time_limit_s: float = 60.0,
 ) -> ClusterPlan:
     """Choose who generates and who trains.
@@ -51,6 +62,7 @@ def make_plan(
         partition: Eq 3 as printed, or corrected (mode `two-phase`).
         exclude_training_bound: refuse plans with C_T > C_I, as the paper does (mode `two-phase`).
         profiles: measured device types, by name; they replace the cost model.
+        training_wish: what the planner may not choose about the trainer.
         time_limit_s: of each solve.
 
     Raises:
@@ -58,20 +70,16 @@ def make_plan(
     """
     _check_wishes(mode, budget_usd_per_h, target_tokens_per_s)
     began = time.perf_counter()
-    problem = Problem(topology, model, demand, what_if=what_if, sync_mode=sync_mode, profiles=profiles)
+    problem = Problem(
+        topology, model, demand, what_if=what_if, sync_mode=sync_mode, profiles=profiles, training_wish=training_wish
+    )
     if mode == "two-phase":
         from planners.two_phase import plan_two_phase
 
         outcome = _unproven(plan_two_phase(problem, partition, exclude_training_bound, time_limit_s))
-    elif mode == "exhaustive":
-        from planners.exhaustive import plan_exhaustively
-
-        outcome = _unproven(plan_exhaustively(problem))
     else:
         target_s = demand.tokens_per_step / target_tokens_per_s if target_tokens_per_s else None
-        wish = Wish(budget_usd_per_h, target_s)
-        solve = {"joint": _joint, "homogeneous": _homogeneous, "uniform": _uniform}[mode]
-        outcome = solve(problem, wish, time_limit_s)
+        outcome = _solve(problem, mode, Wish(budget_usd_per_h, target_s), time_limit_s)
     return build_plan(
         problem,
         outcome.placed,
@@ -91,6 +99,18 @@ class _Outcome:
     bound_s: float
     solver_s: float
     price_bound_usd_per_h: float | None = None
+
+
+def _solve(problem: Problem, mode: Mode, wish: Wish, time_limit_s: float) -> _Outcome:
+    if mode == "exhaustive":
+        from planners.exhaustive import plan_exhaustively
+
+        return _unproven(plan_exhaustively(problem))
+    if mode == "homogeneous":
+        return _homogeneous(problem, wish, time_limit_s)
+    if mode == "uniform":
+        return _uniform(problem, wish, time_limit_s)
+    return _joint(problem, wish, time_limit_s)
 
 
 def _unproven(placed: Placed) -> _Outcome:
@@ -146,8 +166,10 @@ def _solve_and_place(
     time_limit_s: float,
 ) -> _Outcome:
     """Solve, place, and solve again at the speed that the placement reached while that changes the choice."""
+    few = problem.topology.devices <= FEW_DEVICES and not problem.what_if
+    gap = FINE_SOLVER_GAP if few else SOLVER_GAP
     try:
-        first = solve_joint(problem, training, rollout, wish, time_limit_s=time_limit_s)
+        first = solve_joint(problem, training, rollout, wish, time_limit_s=time_limit_s, gap=gap)
     except Infeasible:
         raise UserError(_cannot(problem, training, rollout, wish, time_limit_s)) from None
     choice, best = first, place(problem, first.training, first.replicas)
@@ -158,7 +180,7 @@ def _solve_and_place(
         slower = with_real_step(choice.training, placed)
         training = [slower if c.layout == slower.layout and c.sizes == slower.sizes else c for c in training]
         try:
-            choice = solve_joint(problem, training, rollout, wish, time_limit_s=time_limit_s)
+            choice = solve_joint(problem, training, rollout, wish, time_limit_s=time_limit_s, gap=gap)
         except Infeasible:
             break
         placed = place(problem, choice.training, choice.replicas)

@@ -21,6 +21,7 @@ USABLE_SHARE = 0.90  # of device memory: vLLM's default gpu_memory_utilization, 
 LOGIT_CHUNK_TOKENS = 1024
 PREFILL_CHUNK_TOKENS = 8192  # vLLM's default max_num_batched_tokens
 WORKSPACE_BYTES = 1_500_000_000  # CUDA context, NCCL and cuBLAS buffers (assumed)
+CPU_KV_CACHE_BYTES = 1 << 30  # what a replica on cores asks vLLM for; answers that do not fit wait for their turn
 GIB = 2**30
 
 
@@ -100,13 +101,18 @@ def micro_batch_tokens(demand: Demand, data_ranks: int) -> float:
 
 
 def serving_memory(model: Model, device: DeviceType, tensor_ranks: int, cached_tokens: float | None = None) -> Memory:
-    """One device of a rollout replica; the KV cache takes all that is left, or what `cached_tokens` need."""
+    """One device of a rollout replica; the KV cache takes all that is left, or what `cached_tokens` need.
+
+    A process on cores is one such device, with a cache of CPU_KV_CACHE_BYTES.
+    """
     available = device.memory_bytes * USABLE_SHARE
     weights = model.weight_bytes / tensor_ranks
     width = 2 * model.hidden + (2 * model.intermediate + 2 * model.heads * model.head_dim) / tensor_ranks
     activations = PREFILL_CHUNK_TOKENS * width * model.element_bytes
     workspace = workspace_bytes(device)
     left = max(0.0, available - weights - activations - workspace)
+    if device.kind == "cpu":
+        left = min(left, float(CPU_KV_CACHE_BYTES))
     kv = left if cached_tokens is None else cached_tokens * kv_bytes_per_token(model, tensor_ranks)
     return Memory(weights, 0.0, 0.0, activations, kv, workspace, available)
 

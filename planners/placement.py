@@ -124,23 +124,26 @@ def _pack(
     stages: list[list[Node]],
     order: list[Node],
 ) -> Placed:
-    """Replicas onto the first machine of the order that has room, largest degrees first."""
+    """Replicas onto the first machine of the order that has room, largest first; one process on a machine's cores."""
     used: dict[str, int] = {}
+    full: set[str] = set()
     taken = []
     for stage, nodes in zip(training.layout.stages, stages, strict=True):
         each = stage.devices // stage.machines
         taken.append(tuple((node, tuple(range(each))) for node in nodes))
         used.update({node.name: each for node in nodes})
     placed: list[tuple[RolloutColumn, Node, tuple[int, ...]]] = []
-    for column in sorted(replicas, key=lambda c: (-c.tensor, c.name)):
+    for column in sorted(replicas, key=lambda c: (-c.devices, c.name)):
         room = iter([n for n in order if n.type_name == column.device_type])
         node = next(room)
         for _ in range(replicas[column]):
-            while node.devices - used.get(node.name, 0) < column.tensor:
+            while node.name in full or node.devices - used.get(node.name, 0) < column.devices:
                 node = next(room)
             start = used.get(node.name, 0)
-            placed.append((column, node, tuple(range(start, start + column.tensor))))
-            used[node.name] = start + column.tensor
+            placed.append((column, node, tuple(range(start, start + column.devices))))
+            used[node.name] = start + column.devices
+            if node.device.kind == "cpu":
+                full.add(node.name)
     return cost_placement(problem, training, tuple(taken), tuple(placed))
 
 
@@ -155,12 +158,13 @@ def cost_placement(
     train_s = problem.training.step_s(training.layout, real_links(problem.topology, nodes))
     trainers = [node for stage in nodes for node in stage]
     if not replicas:
-        return Placed(training, stages, replicas, train_s, 0.0, 0.0, Sync(0.0), train_s)
+        return Placed(training, stages, replicas, train_s, 0.0, 0.0, Sync(0.0, 0.0), train_s)
     generating = list({node.name: node for _, node, _ in replicas}.values())
-    sync = sync_of(problem.sync_mode, problem.topology, trainers, generating, problem.model.weight_bytes)
+    weight_bytes = problem.model.weight_bytes
+    sync = sync_of(problem.sync_mode, problem.topology, trainers, generating, weight_bytes, problem.profiles)
     rate = sum(column.tokens_per_s for column, _, _ in replicas)
     latency_s = max(column.latency_s for column, _, _ in replicas)
-    step_s = step_seconds(problem, train_s, rate, latency_s, sync.pause_s, sync.transfer_s)
+    step_s = step_seconds(problem, train_s, rate, latency_s, sync)
     return Placed(training, stages, replicas, train_s, rate, latency_s, sync, step_s)
 
 

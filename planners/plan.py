@@ -1,5 +1,6 @@
-"""The plan: what runs where, and how fast that is predicted to be."""
+"""What the runtime starts of a plan: actors on concrete devices."""
 
+from dataclasses import dataclass
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -24,32 +25,14 @@ class Placement(BaseModel):
         return len(self.devices) if self.kind == "cuda" else 1
 
 
-class Candidate(BaseModel):
-    """One split that was considered, with its predicted times (seconds per training step)."""
+@dataclass(frozen=True)
+class Placements:
+    """All actors of a run."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    train_type: str
-    train_devices: int
-    rollout_devices: dict[str, int]
-    rollout_s: float
-    train_s: float
-    step_s: float
-
-
-class Plan(BaseModel):
-    """A chosen split and everything that was predicted for it. Times are seconds per training step."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    mode: str
     training: Placement
-    replicas: tuple[Placement, ...] = Field(min_length=1)
-    throughput_tokens_per_s: float = Field(description="Response tokens trained per second.")
-    step_s: float
-    rollout_s: float
-    train_s: float
-    sync_s: float
-    reward_s: float
-    candidates: tuple[Candidate, ...]
-    explanation: str
+    replicas: tuple[Placement, ...]
+
+    @property
+    def all(self) -> tuple[Placement, ...]:
+        """The trainer, then the replicas."""
+        return (self.training, *self.replicas)

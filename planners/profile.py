@@ -1,5 +1,7 @@
 """What was measured on a device type, for one model."""
 
+from bisect import bisect_left
+
 from pydantic import BaseModel, ConfigDict, Field
 
 
@@ -20,3 +22,19 @@ class DeviceProfile(BaseModel):
     answer_tokens: float | None = Field(
         default=None, gt=0, description="Mean tokens of an answer in the measurement; empty: not known."
     )
+
+    def generation_rate(self, concurrency: float) -> float:
+        """Response tokens/s of one device with this many answers in flight.
+
+        Linear between measured points, proportional below the lowest, constant above the highest.
+        """
+        measured = self.generation_tokens_per_s
+        points = sorted(measured)
+        right = bisect_left(points, concurrency)
+        if right == len(points):
+            return measured[points[-1]]
+        if right == 0:
+            return measured[points[0]] * concurrency / points[0]
+        low, high = points[right - 1], points[right]
+        share = (concurrency - low) / (high - low)
+        return measured[low] + share * (measured[high] - measured[low])

@@ -10,6 +10,7 @@ cache is c·E[context] (renewal theory, `Demand.context`) and c/E[l] answers sta
     t̄(c) = t(c, c·E[context]) + c·p/E[l]        h(c) = c / t̄(c)        latency(l) = ⌈G/c⌉·l·t̄(c)
 
 c is limited by the KV cache: c·E[context] + 2.33·σ·√c tokens must fit (99 % of the time), and one longest answer.
+A process on several cores is as many times as fast as one core, which is optimistic: they share memory bandwidth.
 """
 
 import math
@@ -22,9 +23,9 @@ from planners.demand import Demand
 from planners.memory import kv_capacity_tokens
 from planners.model import Model
 from planners.profile import DeviceProfile
-from planners.split import generation_rate
 
 CONCURRENCIES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
+GROUPS = (*range(1, 17), 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 TENSOR_RANKS = (1, 2, 4, 8)
 
 
@@ -43,6 +44,15 @@ class Iteration:
             self.base_s[answers - 1]
             + self.per_cached_token_s * cached_tokens
             + self.per_context_s * cached_tokens / answers
+        )
+
+    def on(self, cores: int) -> "Iteration":
+        """The same on so many cores, each as fast as one alone."""
+        return Iteration(
+            base_s=tuple(seconds / cores for seconds in self.base_s),
+            per_cached_token_s=self.per_cached_token_s / cores,
+            per_context_s=self.per_context_s / cores,
+            prefill_s=self.prefill_s / cores,
         )
 
 
@@ -73,6 +83,14 @@ class ServingCost:
         """The concurrencies that plans may choose from: a fixed ladder and the most that fits, within the gate."""
         most = min(self.most_answers(device, ranks), self.demand.gate_answers)
         return [c for c in CONCURRENCIES if c < most] + ([most] if most else [])
+
+    def group_concurrencies(self, device: DeviceType) -> list[int]:
+        """The concurrencies of a replica on one device that leases whole groups; where none fits, what fits of one."""
+        group = self.demand.group_size
+        most = min(self.most_answers(device, 1), self.demand.gate_answers)
+        if most < group:
+            return [most] if most else []
+        return [groups * group for groups in GROUPS if groups < most // group] + [most // group * group]
 
     def iteration(self, device: DeviceType, ranks: int, most: int) -> Iteration:
         """Costs of one iteration for 1 … `most` answers in progress."""
@@ -110,7 +128,7 @@ class ServingCost:
         if key not in self._bases:
             profile = self.profiles.get(device.name)
             self._bases[key] = (
-                answers / (ranks * generation_rate(profile, answers))
+                answers / (ranks * profile.generation_rate(answers))
                 if profile
                 else self._modelled_base_s(device, ranks, answers) / device.serving_share
             )

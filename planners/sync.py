@@ -1,20 +1,24 @@
-"""Seconds that a step stands still while new weights travel from the trainer to the replicas.
+"""Seconds that each side stands still while new weights travel from the trainer to the replicas.
 
 W bytes of weights, training machines 𝒯, rollout machines ℛ, β the bandwidth between two machines:
 
-    storage      write + read on every machine at once + load      what runs: files in the shared directory
-    blocking     Σ over ℛ of W/β(𝒯, r)                             one machine after another, as AReaL-Hex measured
-    tree         max over pools of (W/β(𝒯, pool) + W/β(pool))      one crossing, then a broadcast inside each pool
-    overlapped   W/link inside a machine                           the tree runs while generation goes on; T ≥ tree
+    storage      trainer: write; then replicas: read on every machine at once + load     what runs: files in a directory
+    blocking     both: Σ over ℛ of W/β(𝒯, r)                     one machine after another, as AReaL-Hex measured
+    tree         both: max over pools of (W/β(𝒯, pool) + W/β(pool))     one crossing, then a broadcast inside each pool
+    overlapped   both: W/link inside a machine, after the tree's seconds, during which all work on; T ≥ tree
 
-A pool is the machines of one type. A machine that trains and generates is served inside itself.
+In mode `storage` nobody waits for the other side: the trainer begins its next step once a version is written, and a
+version that is there pauses nothing but the replica that loads it. A device type with a measured profile writes and
+loads as was measured; the slowest type of a side is charged. A pool is the machines of one type. A machine that trains
+and generates is served inside itself.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from planners.topology import Node, Storage, Topology
+from planners.profile import DeviceProfile
+from planners.topology import Node, Topology
 
 SyncMode = Literal["storage", "blocking", "tree", "overlapped"]
 SYNC_RUNS_TODAY: tuple[SyncMode, ...] = ("storage",)
@@ -22,30 +26,58 @@ SYNC_RUNS_TODAY: tuple[SyncMode, ...] = ("storage",)
 
 @dataclass(frozen=True)
 class Sync:
-    """`pause_s` is added to every step; `transfer_s` only bounds the step from below."""
+    """One weight update: the trainer stands still for `train_s`, every replica for `rollout_s`.
 
-    pause_s: float
+    Replicas begin `transfer_s` after the end of a training step; no step is shorter than that.
+    """
+
+    train_s: float
+    rollout_s: float
     transfer_s: float = 0.0
 
+    @property
+    def delay_s(self) -> float:
+        """From the end of a training step until every replica generates with its weights."""
+        return self.transfer_s + self.rollout_s
 
-def storage_s(storage: Storage, weight_bytes: float) -> float:
-    """Write, shared reads, load."""
-    speeds = (storage.write_gb_per_s, storage.read_gb_per_s, storage.load_gb_per_s)
+
+def publish_s(
+    topology: Topology, device_type: str, weight_bytes: float, profiles: Mapping[str, DeviceProfile]
+) -> float:
+    """Seconds in which a trainer on this type writes one version."""
+    if device_type in profiles:
+        return profiles[device_type].publish_s
+    return weight_bytes / (topology.storage.write_gb_per_s * 1e9)
+
+
+def load_s(topology: Topology, device_type: str, weight_bytes: float, profiles: Mapping[str, DeviceProfile]) -> float:
+    """Seconds in which a replica on this type reads and loads one version."""
+    if device_type in profiles:
+        return profiles[device_type].load_s
+    speeds = (topology.storage.read_gb_per_s, topology.storage.load_gb_per_s)
     return sum(weight_bytes / (speed * 1e9) for speed in speeds)
 
 
 def sync_of(
-    mode: SyncMode, topology: Topology, training: Collection[Node], rollout: Collection[Node], weight_bytes: float
+    mode: SyncMode,
+    topology: Topology,
+    training: Collection[Node],
+    rollout: Collection[Node],
+    weight_bytes: float,
+    profiles: Mapping[str, DeviceProfile],
 ) -> Sync:
     """Cost of one weight update on concrete machines."""
     if mode == "storage":
-        return Sync(storage_s(topology.storage, weight_bytes))
+        written_s = max(publish_s(topology, n.type_name, weight_bytes, profiles) for n in training)
+        loaded_s = max(load_s(topology, n.type_name, weight_bytes, profiles) for n in rollout)
+        return Sync(written_s, loaded_s, written_s)
     trainers = {node.name for node in training}
     remote = [node for node in rollout if node.name not in trainers]
     inside_s = [weight_bytes / n.device.link_bytes_per_s for n in rollout if n.name in trainers]
     reach_s = {n.name: weight_bytes / max(topology.link(t, n) for t in training) for n in remote}
     if mode == "blocking":
-        return Sync(sum(reach_s.values()) + sum(inside_s))
+        pause_s = sum(reach_s.values()) + sum(inside_s)
+        return Sync(pause_s, pause_s)
     tree_s = max(inside_s, default=0.0)
     for kind in sorted({n.type_name for n in remote}):
         pool = [n for n in remote if n.type_name == kind]
@@ -53,5 +85,6 @@ def sync_of(
         spread_s = max((weight_bytes / topology.link(entry, n) for n in pool if n is not entry), default=0.0)
         tree_s = max(tree_s, reach_s[entry.name] + spread_s)
     if mode == "tree":
-        return Sync(tree_s)
-    return Sync(max(weight_bytes / n.device.link_bytes_per_s for n in rollout), tree_s)
+        return Sync(tree_s, tree_s)
+    pause_s = max(weight_bytes / n.device.link_bytes_per_s for n in rollout)
+    return Sync(pause_s, pause_s, tree_s)

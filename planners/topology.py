@@ -13,7 +13,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from planners.catalogue import DeviceType, device_type, measured_device
-from planners.cluster import Machine
+from planners.cluster import Device, Machine
 from planners.errors import UserError
 from planners.profile import DeviceProfile
 
@@ -64,12 +64,23 @@ class ClusterFile(_Section):
 
 @dataclass(frozen=True)
 class Node:
-    """One machine."""
+    """One machine, or its devices of one type. `host` and `numbers` are set on machines that were discovered."""
 
     name: str
     group: str
     device: DeviceType
     devices: int
+    host: str = ""
+    numbers: tuple[int, ...] = ()
+
+    @property
+    def machine(self) -> str:
+        """The machine's own name: a machine with devices of several types is a node for each."""
+        return self.host or self.name
+
+    def indices(self, positions: Sequence[int]) -> tuple[int, ...]:
+        """What the machine calls the devices at these positions."""
+        return tuple(self.numbers[p] if self.numbers else p for p in positions)
 
     @property
     def type_name(self) -> str:
@@ -152,30 +163,32 @@ def discovered(name: str, machines: Sequence[Machine], profiles: Mapping[str, De
         UserError: a type that is neither measured nor in the catalogue.
     """
     nodes: list[Node] = []
-    hosts: dict[str, str] = {}
     for machine in machines:
-        for kind, count in machine.count_by_type().items():
-            memory = min(d.memory_bytes for d in machine.devices if d.device_type == kind)
-            profile = profiles.get(kind)
-            device = (
-                measured_device(kind, profile.gemm_flops_per_s, profile.memory_bytes_per_s, memory)
-                if profile
-                else replace(device_type(kind), memory_bytes=memory)
-            )
-            node = Node(
-                machine.name if len(machine.count_by_type()) == 1 else f"{machine.name}/{kind}", kind, device, count
-            )
-            hosts[node.name] = machine.name
-            nodes.append(node)
+        for kind in machine.count_by_type():
+            devices = sorted((d for d in machine.devices if d.device_type == kind), key=lambda d: d.index)
+            numbers = tuple(d.index for d in devices)
+            name_ = machine.name if len(machine.count_by_type()) == 1 else f"{machine.name}/{kind}"
+            device = _discovered_type(machine, devices[0], profiles.get(kind))
+            nodes.append(Node(name_, kind, device, len(numbers), machine.name, numbers))
     types = sorted({n.type_name for n in nodes})
     between = {frozenset((a, b)): NETWORK_BYTES_PER_S for a in types for b in types}
     inside = {
         frozenset((a.name, b.name)): min(a.device.link_bytes_per_s, b.device.link_bytes_per_s)
         for a in nodes
         for b in nodes
-        if a.name < b.name and hosts[a.name] == hosts[b.name]
+        if a.name < b.name and a.host == b.host
     }
     return Topology(name, tuple(nodes), between, inside, Storage())
+
+
+def _discovered_type(machine: Machine, first: Device, profile: DeviceProfile | None) -> DeviceType:
+    """The type of a machine's device, measured or from the catalogue; cores share all the memory of the machine."""
+    shared = [d.memory_bytes for d in machine.devices if d.kind == "cpu"]
+    alike = [d.memory_bytes for d in machine.devices if d.device_type == first.device_type]
+    memory = sum(shared) if first.kind == "cpu" else min(alike)
+    if profile is None:
+        return replace(device_type(first.device_type), memory_bytes=memory)
+    return measured_device(first.device_type, profile.gemm_flops_per_s, profile.memory_bytes_per_s, memory, first.kind)
 
 
 def read_cluster(path: Path) -> Topology:

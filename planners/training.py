@@ -10,6 +10,10 @@ For a step of N = B·G answers, in u minibatches (optimiser updates):
     optimiser u · 28 bytes per parameter through memory
     pipeline  the slowest stage · (1 + (stages − 1)/micro-batches), 1F1B, plus activations over the link
 
+Cores train as one rank with a thread per core, at as many times the rate of one. A device type with a measured profile
+trains at the measured rate times its devices. Both are optimistic: cores share memory bandwidth, and ranks exchange
+gradients.
+
 Layers go to stages in proportion to their compute. The terms are added, as in HexGen (arXiv 2311.11514).
 """
 
@@ -30,17 +34,18 @@ OPTIMISER_BYTES = 28
 
 @dataclass(frozen=True)
 class Stage:
-    """One pipeline stage: `data` × `tensor` devices of one type on `machines` machines."""
+    """One pipeline stage: `data` × `tensor` ranks of one type on `machines` machines; a rank on CPUs has `cores`."""
 
     device_type: str
     data: int
     tensor: int
     machines: int
+    cores: int = 1
 
     @property
     def devices(self) -> int:
         """Devices of the stage."""
-        return self.data * self.tensor
+        return self.data * self.tensor * self.cores
 
 
 @dataclass(frozen=True)
@@ -62,8 +67,10 @@ class TrainingLayout:
 
     @property
     def name(self) -> str:
-        """Such as `h800-sxm dp4·tp2 zero1`."""
-        parts = [f"{s.device_type} dp{s.data}·tp{s.tensor}" for s in self.stages]
+        """Such as `h800-sxm dp4·tp2 zero1`, or `cpu dp1·tp1·4 cores zero0`."""
+        parts = [
+            f"{s.device_type} dp{s.data}·tp{s.tensor}{f'·{s.cores} cores' if s.cores > 1 else ''}" for s in self.stages
+        ]
         return f"{' + '.join(parts)} zero{self.zero}"
 
 

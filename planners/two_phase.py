@@ -143,7 +143,7 @@ class Search:
             return None
         placed = self._together(sigma, place_replicas(rollout_side, tau))
         rollout_s, window = windowed_rollout_s(self.problem, tau)
-        return Searched(placed, sigma.train_s, rollout_s + self.problem.demand.reward_s + placed.sync.pause_s, window)
+        return Searched(placed, sigma.train_s, rollout_s + self.problem.demand.reward_s + placed.sync.rollout_s, window)
 
     def _side(self, devices: dict[str, int]) -> Problem | None:
         """The problem restricted to one side's devices."""
@@ -156,7 +156,8 @@ class Search:
             problem.demand,
             what_if=problem.what_if,
             sync_mode=problem.sync_mode,
-            profiles=problem.serving.profiles,
+            profiles=problem.profiles,
+            training_wish=problem.training_wish,
         )
 
     def _rollout(self, side: Problem, columns: list[RolloutColumn], train_s: float) -> dict[RolloutColumn, int]:
@@ -207,11 +208,11 @@ def place_replicas(side: Problem, replicas: Mapping[RolloutColumn, int]) -> tupl
     free = {n.name: n.devices for n in side.topology.nodes}
     kinds = {n.name: n.type_name for n in side.topology.nodes}
     placed = []
-    for column in sorted(replicas, key=lambda c: (-c.tensor, c.name)):
+    for column in sorted(replicas, key=lambda c: (-c.devices, c.name)):
         for _ in range(replicas[column]):
-            name = next(n for n in sorted(free) if kinds[n] == column.device_type and free[n] >= column.tensor)
-            free[name] -= column.tensor
-            placed.append((column, name, column.tensor))
+            name = next(n for n in sorted(free) if kinds[n] == column.device_type and free[n] >= column.devices)
+            free[name] -= column.devices if side.topology.types[column.device_type].kind == "cuda" else free[name]
+            placed.append((column, name, column.devices))
     return tuple(placed)
 
 
@@ -254,10 +255,13 @@ def solve_rollout(
     # Σ_ψ i_t^ψ·y_ψ ≤ i_t, with TP inside a machine; and no more in flight than the gate lets through
     for (kind, k), places in side.capacity.items():
         program += (
-            pulp.lpSum(c.tensor // k * y[i] for i, c in enumerate(columns) if c.device_type == kind and c.tensor >= k)
+            pulp.lpSum(c.places(k) * y[i] for i, c in enumerate(columns) if c.device_type == kind and c.tensor >= k)
             <= places
         )
-    program += pulp.lpSum(c.concurrency * y[i] for i, c in enumerate(columns)) <= demand.gate_answers
+    for kind, k, machines in side.core_machines():
+        mine = [y[i] for i, c in enumerate(columns) if c.device_type == kind and c.cores >= k]
+        program += pulp.lpSum(mine) <= machines
+    program += pulp.lpSum(c.leased * y[i] for i, c in enumerate(columns)) <= demand.gate_answers
     minimise(program, time_limit_s, 1e-3)
     replicas = {c: round(v.varValue) for c, v in zip(columns, y, strict=True) if round(v.varValue) > 0}
     if not replicas or share.varValue <= 0:
@@ -271,7 +275,7 @@ def class_rate(side: Problem, column: RolloutColumn, length: float) -> float:
     iteration = side.serving.iteration(device, column.tensor, column.concurrency)
     c, demand = column.concurrency, side.demand
     of_class = iteration.seconds(c, c * (demand.prompt.mean + length / 2)) + c / length * iteration.prefill_s
-    return c / of_class
+    return column.cores * c / of_class
 
 
 def windowed_rollout_s(problem: Problem, replicas: Mapping[RolloutColumn, int]) -> tuple[float, int]:

@@ -1,14 +1,19 @@
-"""A plan for a described cluster, made from an experiment: what the command and the `plan` flow share."""
+"""Plans made from an experiment: for this machine, as `rl` runs them, and for a described cluster."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from planners.cluster import Machine
 from planners.cluster_plan import ClusterPlan
 from planners.demand import Demand, demand_of
 from planners.explain import budget_curve, explain, next_device_gains
+from planners.machine import plan_machine
 from planners.make import make_plan
 from planners.model import Model, read_model
+from planners.profile import DeviceProfile
+from planners.simulator import with_simulated_step
 from planners.topology import Topology, read_cluster
 from tasks.experiment import Experiment
 from tasks.models import prepare_model
@@ -43,6 +48,27 @@ class ClusterStudy:
         return list(budget_curve(self.topology, self.model, self.demand, budgets, **how))
 
 
+def plan_here(
+    experiment: Experiment, machine: Machine, profiles: Mapping[str, DeviceProfile], model_path: Path
+) -> ClusterPlan:
+    """The fastest plan of this machine under the measured rates and the experiment's wishes.
+
+    Raises:
+        UserError: too few devices, a wish that leaves no plan, or a model that does not fit.
+    """
+    return plan_machine(
+        machine,
+        profiles,
+        read_model(model_path, _BYTES[experiment.model.dtype]),
+        experiment.workload,
+        minibatches=experiment.algorithm.minibatches,
+        zero_stage=experiment.algorithm.zero_stage,
+        train_type=experiment.planner.train_type,
+        train_devices=experiment.planner.train_devices,
+        device_types=experiment.cluster.device_types,
+    )
+
+
 def study_cluster(experiment: Experiment, cluster: Path, settings: Settings, **wishes: Any) -> ClusterStudy:
     """Plan an experiment for a cluster file.
 
@@ -55,4 +81,5 @@ def study_cluster(experiment: Experiment, cluster: Path, settings: Settings, **w
     model = read_model(directory, _BYTES[experiment.model.dtype])
     topology = read_cluster(cluster)
     demand = demand_of(experiment.workload, experiment.algorithm.minibatches)
-    return ClusterStudy(make_plan(topology, model, demand, **wishes), topology, model, demand, wishes)
+    plan = with_simulated_step(make_plan(topology, model, demand, **wishes))
+    return ClusterStudy(plan, topology, model, demand, wishes)

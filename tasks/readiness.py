@@ -12,9 +12,10 @@ import psutil
 
 from planners.cluster import Machine
 from planners.errors import UserError
+from planners.machine import check_devices
+from planners.memory import CPU_KV_CACHE_BYTES
 from planners.model import read_model
 from planners.profile import DeviceProfile
-from planners.split import check_devices
 from tasks.devices import describe_holder
 from tasks.discovery import discover_machine
 from tasks.exchange.layout import RunDirectory
@@ -22,7 +23,6 @@ from tasks.experiment import Experiment
 from tasks.models import load_tokenizer, prepare_model
 from tasks.profiling.profile import profile_device
 from tasks.rollout.prompts import PromptSource
-from tasks.rollout.vllm_engine import CPU_KV_CACHE_BYTES
 from tasks.settings import Settings
 from tasks.training.memory import checkpoint_bytes, count_parameters, training_memory_bytes
 

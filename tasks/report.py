@@ -12,8 +12,8 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from planners.plan import Plan
-from planners.statistics import Interval, intersection, overlap_share, paired_difference, wait_share
+from planners.cluster_plan import ClusterPlan
+from planners.statistics import Interval, intersection, length_s, overlap_share, paired_difference, wait_share
 from tasks.exchange.files import temporary_sibling, write_json
 from tasks.exchange.layout import RunDirectory
 from tasks.exchange.ledger import Ledger
@@ -29,7 +29,7 @@ _BUSY_KINDS = ("busy", "publish")
 _BLUE, _ORANGE, _GREY = "#2f6db3", "#d9822b", "#8a8f98"
 
 
-def write_report(directory: RunDirectory, ledger: Ledger, run_id: str, plan: Plan) -> dict[str, Any]:
+def write_report(directory: RunDirectory, ledger: Ledger, run_id: str, plan: ClusterPlan) -> dict[str, Any]:
     """Write the run's summary and curves; returns the summary. Works on an unfinished run too."""
     run = ledger.find_run(run_id=run_id)
     if run is None:
@@ -48,7 +48,7 @@ def summarise(
     steps: Sequence[StepRow],
     spans: Sequence[SpanRow],
     evaluations: Mapping[str, EvaluationRow],
-    plan: Plan,
+    plan: ClusterPlan,
     group_size: int,
 ) -> dict[str, Any]:
     """The figures of a run by name.
@@ -56,7 +56,8 @@ def summarise(
     Accuracies are mean rewards over the held-out items: sampled unless named greedy; `eval_ci95` is the 95 % interval
     of after − before, paired by item; `eval_unscored` counts the answers that could not be scored and so count 0.
     `step_s_measured` is the median time from the end of one step to the end of the next, and `tokens_per_s` the
-    response tokens of a mean step over that time. What is not known yet is None.
+    response tokens of a mean step over that time. Beside each time of a step that the plan predicts stands the measured
+    one, see `_measured_times`. What is not known yet is None.
     """
     step_s = _median_step_s(steps)
     tokens_per_step = progress.response_tokens / len(steps) if steps else None
@@ -72,8 +73,9 @@ def summarise(
         "quarantined_prompts": progress.quarantined_prompts,
         "max_staleness_seen": progress.max_staleness_seen,
         "max_staleness_allowed": run.max_staleness,
-        "step_s_predicted": plan.step_s,
+        **{f"{name}_predicted": value for name, value in predicted_times(plan).items()},
         "step_s_measured": step_s,
+        **_measured_times(run, progress, steps, spans),
         "tokens_per_s": tokens_per_step / step_s if tokens_per_step is not None and step_s else None,
         **_side_shares(spans),
         "weight_versions": progress.latest_version[1] + 1 if progress.latest_version else 0,
@@ -81,6 +83,44 @@ def summarise(
         "mlflow_run_id": run.mlflow_run_id,
         "prefect_flow_run_id": run.flow_run_id,
     }
+
+
+def predicted_times(plan: ClusterPlan) -> dict[str, float]:
+    """Seconds of a step and of its parts, as `summary.json` and MLflow name them."""
+    return {
+        "step_s": plan.step_s,
+        "train_s": plan.train_s,
+        "rollout_s": plan.rollout_s,
+        "publish_s": plan.sync_train_s,
+        "load_s": plan.sync_rollout_s,
+    }
+
+
+def _measured_times(
+    run: RunRow, progress: Progress, steps: Sequence[StepRow], spans: Sequence[SpanRow]
+) -> dict[str, float | None]:
+    """What the parts of a step took.
+
+    Training, publishing and loading: the median over steps, and over loads of any replica, whose check of the files is
+    predicted with the load but takes place beside generation. Generation: the time that the mean replica had answers in
+    flight and did not load, for as many groups as a step takes, of all that were finished; where the gate lets through
+    fewer answers than were planned for, that is longer than at full speed.
+    """
+    loads = [s.end_s - s.start_s for s in spans if s.role == "replica" and s.kind == "load"]
+    times = {"load_s_measured": median(loads) if loads else None}
+    for name in ("train_s", "publish_s"):
+        values = [row.metrics[name] for row in steps if name in row.metrics]
+        times[f"{name}_measured"] = median(values) if values else None
+    slots = {s.slot for s in spans if s.role == "replica" and s.kind == "busy"}
+    finished = sum(progress.groups.get(state, 0) for state in ("generated", "scored", "consumed"))
+    if not slots or not finished:
+        return {**times, "rollout_s_measured": None}
+    busy_s = 0.0
+    for slot in slots:
+        own = [s for s in spans if s.slot == slot]
+        busy, loading = _intervals(own, "replica", ("busy",)), _intervals(own, "replica", ("load",))
+        busy_s += length_s(busy) - length_s(intersection(busy, loading))
+    return {**times, "rollout_s_measured": busy_s / len(slots) / finished * run.prompts_per_step}
 
 
 def _median_step_s(steps: Sequence[StepRow]) -> float | None:

@@ -1,7 +1,6 @@
 """The command line: bad input, live progress, exit status."""
 
 import io
-import json
 import os
 import subprocess
 import sys
@@ -26,6 +25,7 @@ from tasks.devices import hold_devices
 from tasks.exchange.ledger import Ledger
 from tasks.exchange.rows import ActorRow, Progress, RunRow, SpanRow, StepRow
 from tasks.settings import Settings
+from tests.plan_support import gpu_plan
 
 TINY = Path(cli.__file__).parent / "experiments" / "tiny.yaml"
 RUN = RunRow(
@@ -354,17 +354,20 @@ def test_runs_are_listed_with_their_results(settings: Settings) -> None:
 
 
 def test_status_tells_machines_and_the_plan_in_force(settings: Settings) -> None:
+    plan = gpu_plan("here", "fast", 3)
     ledger = Ledger(settings.ledger_url)
     device = Device(index=0, device_type="fast", kind="cpu", memory_bytes=1)
     ledger.announce_machine("here", Machine(name="here", devices=(device,)).model_dump_json())
     ledger.create_run("tiny-1", prompts_per_step=4, max_staleness=2, steps=4, max_attempts_per_prompt=3)
     for step_s in (9.0, 2.5):
-        ledger.add_plan_epoch("tiny-1", json.dumps({"step_s": step_s}))
+        ledger.add_plan_epoch("tiny-1", plan.model_copy(update={"step_s": step_s}).model_dump_json())
     out = io.StringIO()
     show_running(settings, Console(file=out, width=160))
     assert "machine here: 1 × fast; a flow looked 0 s ago" in out.getvalue()
     assert "run tiny-1: step 0/4" in out.getvalue()
-    assert "plan epoch 1: 2.5 s a step predicted" in out.getvalue()
+    assert (
+        "plan epoch 1: trains on 1 × fast of here, generates with 2 replicas; 2.5 s a step predicted" in out.getvalue()
+    )
 
 
 def test_answers_without_a_score_are_told(tmp_path: Path) -> None:

@@ -12,11 +12,11 @@ from planners.demand import Demand
 from planners.lengths import LogNormal, constant
 from planners.memory import GIB, kv_capacity_tokens, micro_batch_tokens, training_memory
 from planners.model import read_model
-from planners.profile import DeviceProfile
 from planners.serving import ServingCost
-from planners.sync import storage_s, sync_of
+from planners.sync import sync_of
 from planners.topology import read_cluster
 from planners.training import Stage, TrainingCost, TrainingLayout
+from tests.plan_support import profile_of
 
 DEPLOYMENTS = Path(__file__).parent.parent / "deployments"
 MODEL = read_model(DEPLOYMENTS / "models" / "r1-distill-qwen-7b")
@@ -62,17 +62,7 @@ def test_the_cache_holds_what_a_replica_has_in_progress(name: str, ranks: int) -
 
 
 def test_a_measured_profile_replaces_the_model() -> None:
-    profile = DeviceProfile(
-        device_type="h20",
-        model_key="m",
-        versions_key="v",
-        gemm_flops_per_s=1e12,
-        memory_bytes_per_s=1e11,
-        generation_tokens_per_s={1: 10.0, 16: 100.0},
-        training_tokens_per_s=50.0,
-        publish_s=1.0,
-        load_s=1.0,
-    )
+    profile = profile_of("h20", {1: 10.0, 16: 100.0}, 50.0)
     serving = ServingCost(MODEL, DEMAND, {"h20": profile})
     assert serving.tokens_per_s(H20, 1, 16) == pytest.approx(100)
     assert serving.tokens_per_s(H800, 1, 16) == ServingCost(MODEL, DEMAND).tokens_per_s(H800, 1, 16)
@@ -152,10 +142,24 @@ def test_sync_modes_cost_what_their_formulas_say() -> None:
     topology = read_cluster(DEPLOYMENTS / "clusters" / "paper-h800-8-h20-48.yaml")
     trainer, *others = topology.nodes
     weights = MODEL.weight_bytes
-    blocking = sync_of("blocking", topology, [trainer], others, weights)
-    assert blocking.pause_s == pytest.approx(6 * weights / 1.5e9)
-    tree = sync_of("tree", topology, [trainer], others, weights)
-    assert tree.pause_s == pytest.approx(weights / 1.5e9 + weights / 5e9)
-    overlapped = sync_of("overlapped", topology, [trainer], others, weights)
-    assert (overlapped.transfer_s, overlapped.pause_s) == (tree.pause_s, pytest.approx(weights / 450e9))
-    assert sync_of("storage", topology, [trainer], others, weights).pause_s == storage_s(topology.storage, weights)
+    blocking = sync_of("blocking", topology, [trainer], others, weights, {})
+    assert blocking.train_s == blocking.rollout_s == blocking.delay_s == pytest.approx(6 * weights / 1.5e9)
+    tree = sync_of("tree", topology, [trainer], others, weights, {})
+    assert tree.train_s == tree.rollout_s == pytest.approx(weights / 1.5e9 + weights / 5e9)
+    overlapped = sync_of("overlapped", topology, [trainer], others, weights, {})
+    assert (overlapped.transfer_s, overlapped.rollout_s) == (tree.rollout_s, pytest.approx(weights / 450e9))
+
+
+def test_storage_is_written_by_the_trainer_and_loaded_by_the_replicas() -> None:
+    """Each side stands still for its own part only, a measured type for what was measured."""
+    topology = read_cluster(DEPLOYMENTS / "clusters" / "paper-h800-8-h20-48.yaml")
+    trainer, *others = topology.nodes
+    weights = MODEL.weight_bytes
+    sync = sync_of("storage", topology, [trainer], others, weights, {})
+    assert sync.train_s == sync.transfer_s == pytest.approx(weights / 2e9)
+    assert sync.rollout_s == pytest.approx(weights / 2e9 + weights / 10e9)
+    measured = profile_of("h20", {1: 1.0}, 1.0, publish_s=7.0, load_s=12.0)
+    there = sync_of("storage", topology, [trainer], [trainer, *others], weights, {"h20": measured})
+    assert (there.train_s, there.rollout_s, there.delay_s) == (sync.train_s, 12.0, sync.train_s + 12.0)
+    back = sync_of("storage", topology, others, [trainer], weights, {"h20": measured})
+    assert (back.train_s, back.rollout_s) == (7.0, sync.rollout_s)

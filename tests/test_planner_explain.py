@@ -109,7 +109,8 @@ def test_a_discovered_machine_is_planned_from_its_profiles() -> None:
     model = model_from_config(SMOLLM2, "smollm2", element_bytes=4)
     plan = make_plan(topology, model, demand_of(Workload()), profiles={"cpu": profile("cpu")})
     assert plan.train_s == pytest.approx(512 / 30)
-    assert plan.sync_s == pytest.approx(3.0, rel=1e-3)
+    assert (plan.sync_train_s, plan.sync_rollout_s) == (2.0, 1.0)
+    assert plan.step_s == pytest.approx(512 / 30 + 2.0)
     assert [(m.training, m.rollout) for m in plan.machines] == [(1, 1)]
 
 

@@ -113,8 +113,11 @@ def check_feasible(plan: ClusterPlan, topology: Topology, demand: Demand) -> Non
             held[machine] += devices
     for replica in plan.replicas:
         held[replica.machine] += replica.devices
-        waits_s, eta = plan.sync_s + plan.reward_s, demand.max_staleness
-        rest_s = (eta + 1) * plan.step_s - plan.train_s - waits_s if eta <= 1 else (eta - 0.5) * (plan.step_s - waits_s)
+        eta, body_s = demand.max_staleness, plan.step_s - plan.sync_rollout_s
+        if eta <= 1:
+            rest_s = (eta + 1) * body_s - plan.train_s - plan.transfer_s - plan.reward_s
+        else:
+            rest_s = (eta - 0.5) * (body_s - plan.reward_s)
         assert replica.latency_s <= rest_s * (1 + 1e-6) + 1e-9
     for node in topology.nodes:
         assert len(set(held[node.name])) == len(held[node.name])

@@ -9,9 +9,9 @@ import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from planners.memory import kv_bytes_per_token
+from planners.memory import CPU_KV_CACHE_BYTES, kv_bytes_per_token
 from planners.model import read_model
-from tasks.rollout.vllm_engine import CPU_BLOCK_TOKENS, CPU_KV_CACHE_BYTES, VllmEngine
+from tasks.rollout.vllm_engine import CPU_BLOCK_TOKENS, VllmEngine
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from planners.errors import UserError
 from planners.lengths import Lengths, LogNormal, constant
 from planners.make import make_plan
 from planners.model import read_model
-from planners.simulator import Simulation, Simulator, simulate
+from planners.simulator import Simulation, Simulator, simulate, with_simulated_step
 from planners.topology import read_cluster
 
 DEPLOYMENTS = Path(__file__).parent.parent / "deployments"
@@ -62,7 +62,9 @@ def plan_of(
             "replicas": (one,) * replicas,
             "iterations": {"unit": costs},
             "train_s": train_s,
-            "sync_s": sync_s,
+            "sync_s": transfer_s + sync_s,
+            "sync_train_s": sync_s,
+            "sync_rollout_s": sync_s,
             "transfer_s": transfer_s,
             "reward_s": 0.0,
         }
@@ -75,6 +77,22 @@ def test_a_run_that_can_be_added_up() -> None:
     assert outcome.step_s == pytest.approx(17)
     assert outcome.throughput_tokens_per_s == pytest.approx(40 / 17)
     assert outcome.staleness == {0: 8}
+
+
+def test_a_batch_in_progress_stands_still_at_the_version_in_between() -> None:
+    """η = 1: every second version starts a batch, 10 s + 1 s of training and two syncs of 6 s later it is trained."""
+    outcome = simulate(plan_of(staleness=1, replicas=2, train_s=1, sync_s=6), steps=40, warm_up=20)
+    assert outcome.step_s == pytest.approx((10 + 1) / 2 + 6)
+
+
+def test_a_written_version_delays_replicas_and_not_the_other_side() -> None:
+    """Mode `storage`: the trainer goes on once it has written, for 3 s, a version that replicas then load for 2 s."""
+    plan = plan_of(staleness=4, train_s=12).model_copy(
+        update={"sync_train_s": 3.0, "sync_rollout_s": 2.0, "transfer_s": 3.0}
+    )
+    assert simulate(plan, steps=20).step_s == pytest.approx(15)
+    outcome = simulate(plan.model_copy(update={"train_s": 1.0}), steps=30, warm_up=10)
+    assert outcome.step_s == pytest.approx(12)
 
 
 def test_staleness_hides_training_behind_generation() -> None:
@@ -195,6 +213,11 @@ def test_agrees_with_the_planner_in_steady_state(staleness: int, tolerance: floa
     outcome = simulate(plan, steps=60, warm_up=20)
     assert outcome.throughput_tokens_per_s == pytest.approx(plan.throughput_tokens_per_s, rel=tolerance)
     assert outcome.dropped == {}
+
+
+def test_a_plan_can_carry_the_step_time_of_its_simulation() -> None:
+    plan = with_simulated_step(plan_of(staleness=0, sync_s=2))
+    assert plan.simulated_step_s == pytest.approx(17)
 
 
 def test_a_warm_up_must_leave_steps() -> None:

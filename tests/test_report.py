@@ -7,13 +7,21 @@ from pathlib import Path
 
 import pytest
 
-from planners.plan import Candidate, Placement, Plan
 from tasks.exchange.files import write_json
 from tasks.exchange.layout import RunDirectory
 from tasks.exchange.ledger import Ledger
 from tasks.exchange.rows import EvaluationRow, Progress, RunRow, SpanRow, StepRow
 from tasks.experiment import Experiment
-from tasks.report import REWARD_MEAN, STALENESS_MAX, STALENESS_MEAN, plot_curves, summarise, write_report
+from tasks.report import (
+    REWARD_MEAN,
+    STALENESS_MAX,
+    STALENESS_MEAN,
+    plot_curves,
+    predicted_times,
+    summarise,
+    write_report,
+)
+from tests.plan_support import gpu_plan
 
 RUN = RunRow("laptop-1", "flow-1", "mlflow-1", "completed", 0, 8, 2, 3, 3, 0.0)
 PROGRESS = Progress(
@@ -33,25 +41,7 @@ STEPS = [
     StepRow(step, end_s, {REWARD_MEAN: step / 4, STALENESS_MEAN: 0.5, STALENESS_MAX: 1.0})
     for step, end_s in ((0, 100.0), (1, 110.0), (2, 130.0))
 ]
-PLAN = Plan(
-    mode="exhaustive-split",
-    training=Placement(role="train", slot=0, machine="host", device_type="cpu", kind="cpu", devices=(0,)),
-    replicas=(
-        Placement(role="rollout", slot=0, machine="host", device_type="cpu", kind="cpu", devices=(1,), concurrency=64),
-    ),
-    throughput_tokens_per_s=36.0,
-    step_s=14.0,
-    rollout_s=13.0,
-    train_s=8.0,
-    sync_s=2.0,
-    reward_s=0.0,
-    candidates=(
-        Candidate(
-            train_type="cpu", train_devices=1, rollout_devices={"cpu": 1}, rollout_s=13.0, train_s=8.0, step_s=14.0
-        ),
-    ),
-    explanation="",
-)
+PLAN = gpu_plan("host", "gpu", 2)
 
 
 def evaluation(purpose: str, greedy: list[float], sampled: list[list[float]]) -> EvaluationRow:
@@ -94,6 +84,20 @@ def test_summary_by_hand() -> None:
     json.dumps(summary, allow_nan=False)
 
 
+def test_measured_times_stand_beside_predicted_ones() -> None:
+    """24 groups were finished in 29 s and 11 s of two replicas' time, of which 1 s was a load; a step takes 8."""
+    replicas = spans("replica", [("busy", 0, 20), ("load", 19, 20), ("load", 25, 28), ("busy", 30, 39)])
+    replicas += spans("replica", [("busy", 5, 16)], slot=1)
+    steps = [replace(row, metrics={"train_s": 7.0 + row.step, "publish_s": 2.0}) for row in STEPS]
+    summary = summarise(RUN, PROGRESS, steps, replicas, {}, PLAN, group_size=8)
+    times = {name: (summary[f"{name}_predicted"], summary[f"{name}_measured"]) for name in predicted_times(PLAN)}
+    assert times["train_s"] == pytest.approx((8.0, 8.0))
+    assert times["publish_s"] == pytest.approx((1.0, 2.0))
+    assert times["load_s"] == pytest.approx((0.5, 2.0))
+    assert times["rollout_s"] == pytest.approx((512 / 40, (28 + 11) / 2 / 24 * 8))
+    assert times["step_s"] == pytest.approx((512 / 40 + 0.5, 15.0))
+
+
 def test_a_run_that_never_began_has_a_summary_too() -> None:
     empty = replace(PROGRESS, step=0, dropped={}, response_tokens=0, consumed=0, latest_version=None)
     requested = {"before": EvaluationRow("before", 0, "requested", None)}
@@ -105,6 +109,10 @@ def test_a_run_that_never_began_has_a_summary_too() -> None:
         "eval_unscored",
         "eval_ci95",
         "step_s_measured",
+        "rollout_s_measured",
+        "train_s_measured",
+        "publish_s_measured",
+        "load_s_measured",
         "tokens_per_s",
         "overlap_share",
     ):

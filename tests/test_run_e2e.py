@@ -111,7 +111,11 @@ def test_a_run_learns_although_its_processes_are_killed(stack_settings: Settings
     assert found is not None
     assert found.lineage == 1
     plan = json.loads((stack_settings.runs / run_id / "plan.json").read_text())
-    assert {plan["training"]["device_type"], plan["replicas"][0]["device_type"]} == {"fast", "slow"}
+    assert {plan["training"]["stages"][0]["device_type"], plan["replicas"][0]["device_type"]} == {"fast", "slow"}
+    assert plan["upper_bound_tokens_per_s"] >= plan["throughput_tokens_per_s"] > 0
+    for part in ("step_s", "train_s", "rollout_s", "publish_s", "load_s"):
+        assert summary[f"{part}_predicted"] > 0
+        assert summary[f"{part}_measured"] > 0
     assert (stack_settings.runs / run_id / "curves.png").stat().st_size > 1000
     assert_nothing_left(stack_settings, ledger, run_id)
     assert_tracked(stack_settings, str(summary["mlflow_run_id"]), "FINISHED")

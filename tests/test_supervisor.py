@@ -8,7 +8,7 @@ import pytest
 from flows import supervisor as supervising
 from flows.context import RunContext
 from flows.supervisor import RunFailed, Supervisor
-from planners.plan import Placement, Plan
+from planners.plan import Placement, Placements
 from tasks.exchange.layout import RunDirectory
 from tasks.exchange.ledger import Actor, Ledger
 from tasks.experiment import Experiment, parse_experiment
@@ -52,19 +52,7 @@ def placement(role: str) -> Placement:
     )
 
 
-PLAN = Plan(
-    mode="test",
-    training=placement("train"),
-    replicas=(placement("rollout"),),
-    throughput_tokens_per_s=1.0,
-    step_s=1.0,
-    rollout_s=1.0,
-    train_s=1.0,
-    sync_s=0.0,
-    reward_s=0.0,
-    candidates=(),
-    explanation="",
-)
+PLACED = Placements(placement("train"), (placement("rollout"),))
 
 
 @pytest.fixture(autouse=True)
@@ -115,7 +103,7 @@ def test_a_run_ends_when_trained_and_evaluated(tmp_path: Path) -> None:
         seen.append(1)
         finish_run(launcher)
 
-    Supervisor(run, PLAN, launcher, on_progress).run()
+    Supervisor(run, PLACED, launcher, on_progress).run()
     assert [role for role, _ in launcher.started] == ["train", "rollout"]
     assert seen
 
@@ -132,7 +120,7 @@ def test_a_dead_replica_is_started_again(tmp_path: Path) -> None:
         if looks >= 3:
             finish_run(launcher)
 
-    Supervisor(run, PLAN, launcher, on_progress).run()
+    Supervisor(run, PLACED, launcher, on_progress).run()
     assert launcher.started == [("train", None), ("rollout", None), ("rollout", None)]
 
 
@@ -149,7 +137,7 @@ def test_a_dead_trainer_goes_on_from_its_checkpoint_in_a_new_lineage(tmp_path: P
     run.ledger.resume_from(RUN, 0)
     before = run.ledger.find_run(run_id=RUN)
     with pytest.raises(RunFailed, match="No step"):
-        Supervisor(run, PLAN, launcher, on_progress).run()
+        Supervisor(run, PLACED, launcher, on_progress).run()
     after = run.ledger.find_run(run_id=RUN)
     assert launcher.started[-1] == ("train", 0)
     assert before is not None
@@ -169,14 +157,14 @@ def test_a_replica_that_left_before_the_end_is_started_again(tmp_path: Path) -> 
         if looks >= 3:
             finish_run(launcher)
 
-    Supervisor(run, PLAN, launcher, on_progress).run()
+    Supervisor(run, PLACED, launcher, on_progress).run()
     assert [role for role, _ in launcher.started] == ["train", "rollout", "rollout"]
 
 
 def test_a_run_that_is_ended_elsewhere_is_not_kept_alive(tmp_path: Path) -> None:
     run, launcher = make(tmp_path)
     with pytest.raises(RunFailed, match="ended elsewhere"):
-        Supervisor(run, PLAN, launcher, lambda progress: launcher.ledger.set_run_state(RUN, "cancelled")).run()
+        Supervisor(run, PLACED, launcher, lambda progress: launcher.ledger.set_run_state(RUN, "cancelled")).run()
     assert len(launcher.started) == 2
 
 
@@ -187,7 +175,7 @@ def test_the_restart_budget_ends(tmp_path: Path) -> None:
         launcher.ended.add(f"rollout-{len(launcher.started)}")
 
     with pytest.raises(RunFailed, match=r"budget run\.restarts is spent"):
-        Supervisor(run, PLAN, launcher, on_progress).run()
+        Supervisor(run, PLACED, launcher, on_progress).run()
 
 
 def test_what_never_worked_is_not_tried_again(tmp_path: Path) -> None:
@@ -198,7 +186,7 @@ def test_what_never_worked_is_not_tried_again(tmp_path: Path) -> None:
         launcher.ledger.finish(launcher.actors["rollout-2"], "failed", "not enough memory: 2 GiB short")
 
     with pytest.raises(RunFailed, match="could not start: not enough memory"):
-        Supervisor(run, PLAN, launcher, on_progress).run()
+        Supervisor(run, PLACED, launcher, on_progress).run()
     assert len(launcher.started) == 2
 
 
@@ -210,18 +198,18 @@ def test_a_flow_run_that_ends_before_joining_is_noticed(tmp_path: Path) -> None:
         launcher.ended.add("train-1")
 
     with pytest.raises(RunFailed, match="ended before it joined"):
-        Supervisor(run, PLAN, launcher, on_progress).run()
+        Supervisor(run, PLACED, launcher, on_progress).run()
 
 
 def test_a_stall_names_the_actors(tmp_path: Path) -> None:
     run, launcher = make(tmp_path, step_deadline_s=0.1, start_deadline_s=0.1)
     with pytest.raises(RunFailed, match=r"No step was finished.*replica 0 running.*trainer 0 running"):
-        Supervisor(run, PLAN, launcher, lambda progress: None).run()
+        Supervisor(run, PLACED, launcher, lambda progress: None).run()
 
 
 def test_children_that_do_not_leave_are_cancelled(tmp_path: Path) -> None:
     run, launcher = make(tmp_path)
-    supervisor = Supervisor(run, PLAN, launcher, lambda progress: finish_run(launcher))
+    supervisor = Supervisor(run, PLACED, launcher, lambda progress: finish_run(launcher))
     supervisor.run()
     supervisor.end_children(patience_s=0.1, deadline_s=5.0)
     assert launcher.cancelled == ["train-1", "rollout-2"]

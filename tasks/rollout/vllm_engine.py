@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import psutil
 
+from planners.memory import CPU_KV_CACHE_BYTES
 from tasks.exchange.trajectories import Segment
 from tasks.processes import kill_processes
 from tasks.rollout.engine import Answer, FinishReason, InFlight, Sampling
@@ -30,8 +31,6 @@ LOAD_DEADLINE_S = 900.0
 """Longest time for one swap of weights, the wait for answers in flight under `drain` included."""
 SHUTDOWN_DEADLINE_S = 20.0
 """Longest time EngineCore may take to end before it is killed."""
-CPU_KV_CACHE_BYTES = 1 << 30
-"""Key-value cache of a CPU replica; answers that do not fit wait for their turn."""
 CPU_BLOCK_TOKENS = 16
 """Key-value block of a CPU replica, the smallest its kernels take. Only whole blocks of a prompt are shared in a group,
 and where answers are short prompts are most of the work: SmolLM2-135M, prompts of 27 and answers of 5 tokens, 64 at

@@ -1,0 +1,35 @@
+"""Plans for tests that need one and care little which."""
+
+from planners.cluster import Device, Machine
+from planners.cluster_plan import ClusterPlan
+from planners.machine import plan_machine
+from planners.model import Model
+from planners.profile import DeviceProfile
+from planners.workload import Workload
+
+TINY = Model("tiny", 2, 64, 128, 4, 2, 16, 128, tied=True)
+
+
+def profile_of(
+    name: str, generation: dict[int, float], training: float, publish_s: float = 0.0, load_s: float = 0.0
+) -> DeviceProfile:
+    """A profile of a device type by its rates in response tokens/s."""
+    return DeviceProfile(
+        device_type=name,
+        model_key="model",
+        versions_key="versions",
+        gemm_flops_per_s=1e9,
+        memory_bytes_per_s=1e9,
+        generation_tokens_per_s=generation,
+        training_tokens_per_s=training,
+        publish_s=publish_s,
+        load_s=load_s,
+    )
+
+
+def gpu_plan(machine: str, device_type: str, gpus: int) -> ClusterPlan:
+    """One GPU trains, the others generate; 8 s of training, 1 s to publish a version and 0.5 s to load it."""
+    devices = [Device(index=i, device_type=device_type, kind="cuda", memory_bytes=2**36) for i in range(gpus)]
+    profile = profile_of(device_type, {64: 40.0}, 64.0, publish_s=1.0, load_s=0.5)
+    here = Machine(name=machine, devices=tuple(devices))
+    return plan_machine(here, {device_type: profile}, TINY, Workload(), train_devices=1)
