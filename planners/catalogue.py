@@ -1,11 +1,13 @@
 """Device types: what each can do, what it costs, how well software uses it, and where every figure is from.
 
-Peaks are the vendors' (dense bf16, no sparsity; links one way per device). Efficiencies were fitted by
-`python -m benchmarks.costmodel` on A100, H100 and L40S; every other type takes those of its architecture's fitted
-member, rescaled to its own ratio of compute to bandwidth, and says so in `fitted_on`.
+Peaks are the vendors' (dense bf16 with float32 accumulation, no sparsity; links one way per device). Memory is what the
+driver reports (`memory.total` of nvidia-smi, in MiB as public listings show it), since that is what an engine takes its
+share of: up to 6 % more than a data sheet's GB in powers of ten, and less where ECC takes a part. Efficiencies were
+fitted by `python -m benchmarks.costmodel` on A100, H100 and L40S; every other type takes those of its architecture's
+fitted member, rescaled to its own ratio of compute to bandwidth, and says so in `fitted_on`.
 
-A source names where a figure is published. The peaks of data sheets were written down from memory and have not been
-compared with the sheets yet; those of the H20, of h800-paper and the H800's price come from AReaL-Hex.
+`source` names where peaks and price are published, and where a vendor's sheet is quoted if that is where the entry was
+compared with it. AIC is the system file of that name in NVIDIA's aiconfigurator. Prices can be set in a cluster file.
 """
 
 import difflib
@@ -139,23 +141,30 @@ _PLAIN = Efficiency(  # a device whose peaks are themselves measured
     serving_latency_s=(1e-4, 1e-4, 1e-4),
 )
 
-_RENT = "price: RunPod's list, 21 March 2026, as deploybase.ai gives it, rounded; override it in the cluster file"
-_GUESS = "price: assumed, of the order of on-demand clouds in early 2026; override it in the cluster file"
-_PAPER = "peaks and price: AReaL-Hex, arXiv 2511.00796, set-up (prices normalised there: use their ratios)"
+_RENT = "price: RunPod's lowest, as deploybase.ai lists it ('RunPod GPU Pricing', 10 March 2026), rounded"
+_GUESS = "price: assumed, at the level of RunPod's lowest, whose list lacks it"
+_PAPER = "AReaL-Hex, arXiv 2511.00796, set-up (prices normalised there: use their ratios)"
+_A100_SHEET = "NVIDIA A100 datasheet (us-nvidia-1758950-r4), in glennklockwood.com/garden/processors/A100"
+_H800_SHEET = "hardware_spec.md of github.com/citsjtu2020/LLM-Prof (NVLink 400 GB/s both ways)"
+_A10G_SHEET = "Baseten, 'NVIDIA A10 vs A10G for ML model inference'; the A10 would have 125 TFLOPS"
+_A6000_SHEET = "Microway, 'In-Depth Comparison of NVIDIA Ampere GPU Accelerators', in llmperf.net; PCIe 4, no bridge"
+_L4_SHEET = "NVIDIA L4 datasheet, in store.sourcecode.com (485 INT8 TOPS with sparsity: a quarter in dense bf16)"
+_ADA_SHEET = "NVIDIA Ada GPU Architecture whitepaper, float32 accumulation, as public tables of peaks quote it"
+_B200_SHEET = "AIC b200_sxm.yaml; HGX B200 at 1,000 W in glennklockwood.com/garden/processors/B200"
 
 
 def _device(
     name: str,
     tflops: float,
     tb_per_s: float,
-    gb: int,
+    memory_mib: int,
     link_gb_per_s: float,
     usd_per_h: float,
     fit: Efficiency,
     source: str,
 ) -> DeviceType:
     flops, bandwidth = tflops * 1e12, tb_per_s * 1e12
-    return DeviceType(name, flops, bandwidth, gb * 10**9, link_gb_per_s * 1e9, usd_per_h, fit, source)
+    return DeviceType(name, flops, bandwidth, memory_mib * 2**20, link_gb_per_s * 1e9, usd_per_h, fit, source)
 
 
 def _borrow(device: DeviceType, lender: DeviceType) -> DeviceType:
@@ -165,9 +174,9 @@ def _borrow(device: DeviceType, lender: DeviceType) -> DeviceType:
     return replace(device, efficiency=replace(lender.efficiency, gemm_tokens=tokens))
 
 
-_H100 = _device("h100", 989, 3.35, 80, 450, 2.7, _H100_FIT, f"peaks: NVIDIA H100 SXM datasheet; {_RENT}")
-_A100 = _device("a100-80", 312, 2.039, 80, 300, 1.4, _A100_FIT, f"peaks: NVIDIA A100 80GB SXM datasheet; {_RENT}")
-_L40S = _device("l40s", 362, 0.864, 48, 32, 0.9, _L40S_FIT, f"peaks: NVIDIA L40S datasheet, PCIe 4 x16; {_GUESS}")
+_H100 = _device("h100", 989, 3.35, 81_559, 450, 2.7, _H100_FIT, f"peaks: AIC h100_sxm.yaml; {_RENT}")
+_A100 = _device("a100-80", 312, 2.039, 81_920, 300, 1.4, _A100_FIT, f"peaks: AIC a100_sxm.yaml; {_RENT}")
+_L40S = _device("l40s", 362, 0.864, 46_068, 32, 0.8, _L40S_FIT, f"peaks: AIC l40s.yaml, but PCIe 4 x16 only; {_RENT}")
 
 # The paper's training costs per token make one H800 worth 8.9 H20 (its Table 1); peaks alone say 6.7. With the H800 at
 # the common 40 % that leaves the H20 30 %.
@@ -178,26 +187,22 @@ _TYPES = (
     _H100,
     _A100,
     _L40S,
-    _borrow(_device("h200", 989, 4.8, 141, 450, 3.6, _H100_FIT, f"peaks: NVIDIA H200 SXM datasheet; {_RENT}"), _H100),
+    _borrow(_device("h200", 989, 4.8, 143_771, 450, 3.6, _H100_FIT, f"peaks: AIC h200_sxm.yaml; {_RENT}"), _H100),
     _borrow(
-        _device("h800-sxm", 989, 3.35, 80, 200, 5.28, _H100_FIT, f"peaks: NVIDIA H800 SXM; {_PAPER} (price)"), _H100
+        _device("h800-sxm", 989, 3.35, 81_559, 200, 5.28, _H100_FIT, f"peaks: {_H800_SHEET}; price: {_PAPER}"), _H100
     ),
-    _borrow(_device("h800-paper", 756, 2.0, 80, 200, 5.28, _H100_FIT, _PAPER), _H100),
+    _borrow(_device("h800-paper", 756, 2.0, 81_559, 200, 5.28, _H100_FIT, f"peaks and price: {_PAPER}"), _H100),
     replace(
-        _borrow(_device("h20", 148, 4.0, 96, 450, 1.85, _H100_FIT, _PAPER), _H100),
+        _borrow(_device("h20", 148, 4.0, 97_871, 450, 1.85, _H100_FIT, f"peaks and price: {_PAPER}"), _H100),
         training_share=_H20_TRAINING_SHARE,
         training_source=_RATIO,
     ),
-    _borrow(_device("a100-40", 312, 1.555, 40, 300, 1.2, _A100_FIT, f"peaks: NVIDIA A100 datasheet; {_GUESS}"), _A100),
-    _borrow(_device("a10g", 70, 0.6, 24, 32, 0.75, _A100_FIT, f"peaks: AWS G5 / NVIDIA A10G; {_GUESS}"), _A100),
-    _borrow(
-        _device("a6000", 154.8, 0.768, 48, 32, 0.5, _A100_FIT, f"peaks: NVIDIA RTX A6000 datasheet; {_GUESS}"), _A100
-    ),
-    _borrow(_device("l4", 121, 0.3, 24, 32, 0.45, _L40S_FIT, f"peaks: NVIDIA L4 datasheet; {_GUESS}"), _L40S),
-    _borrow(
-        _device("rtx-4090", 165.2, 1.008, 24, 32, 0.35, _L40S_FIT, f"peaks: NVIDIA Ada whitepaper; {_RENT}"), _L40S
-    ),
-    _borrow(_device("b200", 2250, 8.0, 180, 900, 6.0, _H100_FIT, f"peaks: NVIDIA HGX B200 datasheet; {_RENT}"), _H100),
+    _borrow(_device("a100-40", 312, 1.555, 40_536, 300, 1.2, _A100_FIT, f"peaks: {_A100_SHEET}; {_GUESS}"), _A100),
+    _borrow(_device("a10g", 70, 0.6, 23_028, 32, 0.75, _A100_FIT, f"peaks: {_A10G_SHEET}; {_GUESS}"), _A100),
+    _borrow(_device("a6000", 154.8, 0.768, 49_140, 32, 0.5, _A100_FIT, f"peaks: {_A6000_SHEET}; {_GUESS}"), _A100),
+    _borrow(_device("l4", 121, 0.3, 23_034, 32, 0.45, _L40S_FIT, f"peaks: {_L4_SHEET}; {_RENT}"), _L40S),
+    _borrow(_device("rtx-4090", 165.2, 1.008, 24_564, 32, 0.35, _L40S_FIT, f"peaks: {_ADA_SHEET}; {_RENT}"), _L40S),
+    _borrow(_device("b200", 2250, 8.0, 183_359, 900, 6.0, _H100_FIT, f"peaks: {_B200_SHEET}; {_RENT}"), _H100),
 )
 # One core of a two-core x86-64 machine (AMD EPYC, AVX2, float32), measured with NumPy on one thread: 1536³ products and
 # a matrix-vector product. Shares from SmolLM2-135M on it: a packed step of 464 tokens in 6.0 s; vLLM 0.32 at 64
