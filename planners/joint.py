@@ -44,18 +44,21 @@ TIGHT = 1e-5
 SLACK = 1e-5
 TIDY_USD_PER_H = 1e-6  # a replica's price beside its devices': of equally cheap plans the one with fewer
 ROUNDS = 12
+HEADROOM = 0.05  # of generation over training, where devices are left for it
 
 
 @dataclass(frozen=True)
 class Wish:
     """What is minimised under which limit: step time on everything, under a budget, or price under a target.
 
-    Where `all_is_free`, generation time stands in for the price, and then the number of devices that train.
+    Where `all_is_free`, generation time stands in for the price, and then the number of devices that train. With
+    `headroom` the right sides of (5) and, for η ≥ 2, of (7) are larger by that share.
     """
 
     budget_usd_per_h: float | None = None
     target_step_s: float | None = None
     all_is_free: bool = False
+    headroom: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -151,7 +154,7 @@ class _Program:
         self.program += self.rate == sum_(c.tokens_per_s * y for c, y in zip(self.rollout, self.y, strict=True))
         train = sum_(c.step_s * z for c, z in zip(self.training, self.z, strict=True))
         self.program += self.step >= train + self.train_pause
-        self.program += self.step >= self.generation + demand.reward_s + self.pause
+        self.program += self.step >= (1 + self.wish.headroom) * (self.generation + demand.reward_s) + self.pause
         lowest = min(c.tokens_per_s for c in self.rollout)
         highest = _highest_rate(self.problem, self.rollout)
         point = lowest
@@ -184,7 +187,7 @@ class _Program:
             below_s, higher = latency_s, used
         waits = self.pause + demand.reward_s
         if not demand.in_batches:
-            self.program += demand.latency_steps * (self.step - waits) >= longest
+            self.program += demand.latency_steps * (self.step - waits) >= (1 + self.wish.headroom) * longest
             return
         train = sum_(c.step_s * z for c, z in zip(self.training, self.z, strict=True))
         before = train + self.transfer + demand.reward_s
@@ -284,7 +287,7 @@ def solve_joint(
     time_limit_s: float = 60.0,
     gap: float = 1e-3,
 ) -> Choice:
-    """Choose columns: the fastest plan, and among equally fast ones the one that needs the cheapest devices.
+    """Choose columns: the fastest plan, and among equally fast ones the cheapest that has headroom, or else any.
 
     Where devices cost nothing that is the one that generates fastest: what stands there anyway may as well help.
     The latency condition (7) costs a binary per column, so a first solve without it gives a floor under T; only the
@@ -303,28 +306,36 @@ def solve_joint(
         exact = _solve(problem, training, rollout, wish, allowed_s, time_limit_s, gap)
         fastest = replace(exact, bound=max(exact.bound, fastest.bound))
     is_free = problem.topology.usd_per_h == 0
-    return _cheapest_as_fast(problem, training if is_free else [fastest.training], rollout, fastest, time_limit_s, gap)
+    kept = training if is_free else [fastest.training]
+    return _cheapest_as_fast(problem, kept, rollout, wish, fastest, time_limit_s, gap)
 
 
 def _cheapest_as_fast(
     problem: Problem,
     training: list[TrainingColumn],
     rollout: list[RolloutColumn],
+    wish: Wish,
     fastest: Choice,
     time_limit_s: float,
     gap: float,
 ) -> Choice:
-    """The same step time at the lowest price, with one of these training columns."""
-    slack = min(SLACK, gap)
-    wish = Wish(target_step_s=fastest.objective * (1 + slack), all_is_free=problem.topology.usd_per_h == 0)
+    """The same step time at the lowest price, with one of these training columns; with `HEADROOM` if that can be.
+
+    Lengths vary from step to step, so of two sides that are equally fast on average each waits for the other.
+    """
+    slack, is_free = min(SLACK, gap), problem.topology.usd_per_h == 0
+    as_fast = Wish(wish.budget_usd_per_h, fastest.objective * (1 + slack), is_free)
     allowed_s = _allowed_latency_s(problem, _shortest_body_s(problem, training, rollout, fastest.bound))
-    try:
-        cheap = _solve(problem, training, rollout, wish, allowed_s, time_limit_s, gap)
-    except Infeasible:  # by less than the solver's own tolerance
-        return fastest
-    if _true_step_s(problem, cheap) > max(fastest.objective, _true_step_s(problem, fastest)) * (1 + 2 * slack):
-        return fastest  # tangents ran out
-    return replace(fastest, training=cheap.training, replicas=cheap.replicas, sync=cheap.sync)
+    longest_s = max(fastest.objective, _true_step_s(problem, fastest)) * (1 + 2 * slack)
+    for headroom in (0.0,) if is_free else (HEADROOM, 0.0):
+        tidy = replace(as_fast, headroom=headroom)
+        try:
+            cheap = _solve(problem, training, rollout, tidy, allowed_s / (1 + headroom), time_limit_s, gap)
+        except Infeasible:  # without headroom: by less than the solver's own tolerance
+            continue
+        if _true_step_s(problem, cheap) <= longest_s:  # else tangents ran out
+            return replace(fastest, training=cheap.training, replicas=cheap.replicas, sync=cheap.sync)
+    return fastest
 
 
 def _shortest_body_s(

@@ -219,6 +219,14 @@ def test_lower_prices_rent_at_least_as_much() -> None:
     assert after.upper_bound_tokens_per_s >= before.upper_bound_tokens_per_s * (1 - SOLVER_GAP)
 
 
+def test_generation_has_headroom_where_devices_are_left() -> None:
+    plan = make_plan(HEX, SEVEN, PAPER, what_if=True)
+    assert sum(m.training + m.rollout for m in plan.machines) < HEX.devices
+    work_s = PAPER.tokens_per_step / sum(r.tokens_per_s for r in plan.replicas)
+    assert 1.05 * work_s + plan.sync_rollout_s <= plan.step_s * (1 + 1e-4)
+    assert all(1.05 * r.latency_s <= 7.5 * (plan.step_s - plan.sync_rollout_s) for r in plan.replicas)
+
+
 def test_a_target_is_met_for_less_than_the_whole_cluster() -> None:
     full = make_plan(HEX, SEVEN, PAPER)
     half = make_plan(HEX, SEVEN, PAPER, target_tokens_per_s=full.throughput_tokens_per_s / 2)
