@@ -1,8 +1,10 @@
 """What a person gives the planner: clusters, models, lengths, demands; and what they are told when it is wrong."""
 
+import itertools
 import json
 import math
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 from hypothesis import given
@@ -11,7 +13,7 @@ from hypothesis import strategies as st
 from planners.catalogue import CATALOGUE, device_type
 from planners.demand import Demand, demand_of
 from planners.errors import UserError
-from planners.lengths import Histogram, LogNormal, Samples, constant
+from planners.lengths import Histogram, Lengths, LogNormal, Samples, constant
 from planners.model import model_from_config, read_model
 from planners.topology import ClusterFile, parse_cluster, read_cluster
 from planners.workload import Workload
@@ -189,3 +191,10 @@ def test_a_workload_becomes_a_demand() -> None:
 def test_what_is_left_of_an_answer_of_known_length_is_uniform() -> None:
     lengths = constant(100)
     assert [lengths.residual_quantile(share) for share in (0.25, 0.5, 0.99)] == pytest.approx([25, 50, 99])
+
+
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=5), st.integers(1, 3))
+def test_the_mean_longest_is_that_of_all_draws(tokens: list[int], count: int) -> None:
+    lengths = Lengths(tuple(float(t) for t in sorted(tokens)))
+    draws = itertools.product(lengths.points, repeat=count)
+    assert lengths.mean_longest(count) == pytest.approx(fmean(max(draw) for draw in draws))
