@@ -1,7 +1,8 @@
 """A run's own eye on its cancellation: heartbeats are the truth, and what Prefect's worker does is a courtesy.
 
-A worker of Prefect 3.7 listens for cancellations on one connection; when its server restarts it loses that for good,
-and a flow run then stays Cancelling while its processes go on.
+A worker of Prefect 3.7 listens for cancellations on one connection, and polls when it has lost that; seen with a server
+that was killed (SIGKILL) and started again by `hexflow up` two minutes later: the worker's polling had given up after
+25 s, and it was this watch that cancelled, 14 s after it was asked for.
 """
 
 import logging
