@@ -206,12 +206,12 @@ def test_spans_of_an_actor_do_not_overlap() -> None:
             assert a.end_s <= b.start_s + 1e-6
 
 
-@pytest.mark.parametrize(("staleness", "tolerance"), [(0, 0.08), (1, 0.1), (2, 0.08), (4, 0.05), (8, 0.05)])
-def test_agrees_with_the_planner_in_steady_state(staleness: int, tolerance: float) -> None:
-    """At small η steps are batches, and the plan is an estimate; benchmarks/README.md has the table."""
+@pytest.mark.parametrize("staleness", [0, 1, 2, 4, 8])
+def test_agrees_with_the_planner_in_steady_state(staleness: int) -> None:
+    """With 32 prompts a step; benchmarks/README.md has the table, where fewer agree less."""
     plan = planned(32, 16, staleness, PAPER_LENGTHS)
     outcome = simulate(plan, steps=60, warm_up=20)
-    assert outcome.throughput_tokens_per_s == pytest.approx(plan.throughput_tokens_per_s, rel=tolerance)
+    assert outcome.throughput_tokens_per_s == pytest.approx(plan.throughput_tokens_per_s, rel=0.05)
     assert outcome.dropped == {}
 
 
