@@ -96,7 +96,7 @@ class AlgorithmSection(Section):
     )
     zero_stage: Literal[0, 1, 2, 3] = Field(default=0, description="DeepSpeed ZeRO stage.")
     permute_advantages: bool = Field(
-        default=False, description="Control experiment: shuffle advantages within each group, away from their answers."
+        default=False, description="Control experiment: shuffle advantages within each group, with a random sign."
     )
 
 

@@ -65,7 +65,9 @@ def test_permuted_advantages_are_the_groups_own_on_other_answers() -> None:
     groups = with_advantages([group(k, *(answer(float(j % (k + 2) == 0)) for j in range(6))) for k in range(4)])
     groups += with_advantages([group(4, answer(1.0), answer(1.0))])
     shuffled = permute_advantages(groups, seed=3, step=5)
-    assert [sorted(g.advantages) for g in shuffled] == [sorted(g.advantages) for g in groups]
+    for before, after in zip(groups, shuffled, strict=True):
+        negated = tuple(-a for a in after.advantages)
+        assert sorted(before.advantages) in (sorted(after.advantages), sorted(negated))
     assert shuffled != groups
     assert shuffled == permute_advantages(groups, seed=3, step=5)
     assert shuffled != permute_advantages(groups, seed=3, step=6)
@@ -73,10 +75,15 @@ def test_permuted_advantages_are_the_groups_own_on_other_answers() -> None:
     assert not has_gradient(shuffled[4])
 
 
-def test_permuted_advantages_pull_nowhere_in_the_mean() -> None:
-    (control,) = with_advantages([group(0, answer(1.0), answer(0.0), answer(0.0), answer(0.25))])
-    pulls = [permute_advantages([control], seed=0, step=step)[0].advantages for step in range(4000)]
-    assert np.abs(np.mean(pulls, axis=0)).max() < 5 / math.sqrt(4000)  # 5 standard errors of values with variance 1
+def test_permuted_advantages_pull_nowhere_however_gradients_are_clipped() -> None:
+    (control,) = with_advantages([group(0, answer(1.0), answer(0.0), answer(0.0), answer(0.0))])
+    # An improbable answer has a long gradient. Orthogonal, of lengths 1 and 3 times 10; clipped to norm 1.
+    gradients = np.diag([1.0, 10.0, 10.0, 10.0])
+    updates = []
+    for step in range(4000):
+        update = np.array(permute_advantages([control], seed=0, step=step)[0].advantages) @ gradients
+        updates.append(update / max(1.0, float(np.linalg.norm(update))))
+    assert np.abs(np.mean(updates, axis=0)).max() < 5 / math.sqrt(4000)  # 5 standard errors of values within 1
 
 
 def batch_of(behaviour: list[float], advantages: list[float], mask: list[float]) -> MicroBatch:

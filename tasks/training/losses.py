@@ -66,15 +66,18 @@ def with_advantages(groups: Sequence[Group]) -> list[TrainingGroup]:
 
 
 def permute_advantages(groups: Sequence[TrainingGroup], seed: int, step: int) -> list[TrainingGroup]:
-    """The control experiment: each group's advantages dealt to its answers at random, the same for (seed, step).
+    """The control experiment: each group's advantages dealt to its answers at random, and negated on a coin's toss.
 
-    Within the group, so that the control trains on the same groups with the same values as a real run, and only what
-    ties a value to its answer is cut: the expected gradient is zero. Dealt over the batch, groups that have no spread
-    would get advantages too, twice the tokens would train, and whole groups would be pushed up or down.
+    Within the group, so that the same groups train with values of the same size as in a real run, and only what ties
+    a value to its answer is cut. Negated, because advantages are skewed: among few right answers, one is far above
+    the mean and the others little below. Clipping the gradient's norm shrinks the one large push more often than the
+    many small ones, so without the coin the mean update would press improbable answers down, and rewards up with
+    them. With it, a gradient and its opposite are equally likely. The same for (seed, step).
     """
     generator = np.random.default_rng([seed, step])
     return [
-        replace(group, advantages=tuple(generator.permutation(np.array(group.advantages)).tolist())) for group in groups
+        replace(group, advantages=tuple((generator.choice([-1, 1]) * generator.permutation(group.advantages)).tolist()))
+        for group in groups
     ]
 
 
