@@ -95,6 +95,14 @@ def test_a_written_version_delays_replicas_and_not_the_other_side() -> None:
     assert outcome.step_s == pytest.approx(12)
 
 
+def test_lengths_between_whole_tokens_keep_their_mean() -> None:
+    """A mean of 1.6 tokens is planned as such, and was simulated as 1."""
+    plan = plan_of(points=(1.6,), prompts=8, group=8, concurrency=64, train_s=5)
+    outcome = simulate(plan, steps=60, warm_up=20)
+    assert outcome.throughput_tokens_per_s * outcome.step_s == pytest.approx(1.6 * 64, rel=0.05)
+    assert outcome == simulate(plan, steps=60, warm_up=20)
+
+
 def test_staleness_hides_training_behind_generation() -> None:
     outcome = simulate(plan_of(staleness=2, train_s=9), steps=20)
     assert outcome.step_s == pytest.approx(10)
