@@ -108,9 +108,13 @@ def _solve(problem: Problem, mode: Mode, wish: Wish, time_limit_s: float) -> _Ou
         return _unproven(plan_exhaustively(problem))
     if mode == "homogeneous":
         return _homogeneous(problem, wish, time_limit_s)
+    training, rollout = training_columns(problem), rollout_columns(problem)
     if mode == "uniform":
-        return _uniform(problem, wish, time_limit_s)
-    return _joint(problem, wish, time_limit_s)
+        training = _half(problem, training)
+    try:
+        return _solve_and_place(problem, training, rollout, wish, time_limit_s)
+    except Infeasible:
+        raise UserError(_cannot(problem, training, rollout, wish, time_limit_s)) from None
 
 
 def _unproven(placed: Placed) -> _Outcome:
@@ -128,12 +132,8 @@ def _check_wishes(mode: Mode, budget: float | None, target: float | None) -> Non
         raise UserError(f"Mode {mode} plans a given cluster; use --mode joint with a budget or a target.")
 
 
-def _joint(problem: Problem, wish: Wish, time_limit_s: float) -> _Outcome:
-    return _solve_and_place(problem, training_columns(problem), rollout_columns(problem), wish, time_limit_s)
-
-
 def _homogeneous(problem: Problem, wish: Wish, time_limit_s: float) -> _Outcome:
-    """The best single device type."""
+    """The best single device type: the fastest, or with a target the cheapest that reaches it."""
     training, rollout = training_columns(problem), rollout_columns(problem)
     outcomes = []
     for kind in problem.topology.types:
@@ -145,17 +145,28 @@ def _homogeneous(problem: Problem, wish: Wish, time_limit_s: float) -> _Outcome:
             except Infeasible:
                 continue
     if not outcomes:
-        raise UserError(f"No single device type of cluster {problem.topology.name} can train and generate alone.")
-    return min(outcomes, key=lambda outcome: outcome.placed.step_s)
+        raise UserError(
+            f"No single device type of cluster {problem.topology.name} can train and generate alone"
+            f"{_within(problem, wish)}: ask for less, add devices, or use mode joint."
+        )
+    quality = _quality(wish)
+    return min(outcomes, key=lambda outcome: quality(outcome.placed))
 
 
-def _uniform(problem: Problem, wish: Wish, time_limit_s: float) -> _Outcome:
-    """Half of the devices train, or as near to half as a layout comes."""
-    training = training_columns(problem)
+def _within(problem: Problem, wish: Wish) -> str:
+    """The limit that a plan has to keep to, in words."""
+    if wish.budget_usd_per_h is not None:
+        return f" for {wish.budget_usd_per_h:g} USD/h"
+    if wish.target_step_s is not None:
+        return f" at {problem.demand.tokens_per_step / wish.target_step_s:.0f} tokens/s"
+    return ""
+
+
+def _half(problem: Problem, training: list[TrainingColumn]) -> list[TrainingColumn]:
+    """Those that take half of the devices, or as near to half as a layout comes."""
     half = problem.topology.devices / 2
     nearest = min(abs(c.layout.devices - half) for c in training)
-    chosen = [c for c in training if abs(c.layout.devices - half) == nearest]
-    return _solve_and_place(problem, chosen, rollout_columns(problem), wish, time_limit_s)
+    return [c for c in training if abs(c.layout.devices - half) == nearest]
 
 
 def _solve_and_place(
@@ -165,13 +176,14 @@ def _solve_and_place(
     wish: Wish,
     time_limit_s: float,
 ) -> _Outcome:
-    """Solve, place, and solve again at the speed that the placement reached while that changes the choice."""
+    """Solve, place, and solve again at the speed that the placement reached while that changes the choice.
+
+    Raises:
+        Infeasible: no plan satisfies the wish.
+    """
     few = problem.topology.devices <= FEW_DEVICES and not problem.what_if
     gap = FINE_SOLVER_GAP if few else SOLVER_GAP
-    try:
-        first = solve_joint(problem, training, rollout, wish, time_limit_s=time_limit_s, gap=gap)
-    except Infeasible:
-        raise UserError(_cannot(problem, training, rollout, wish, time_limit_s)) from None
+    first = solve_joint(problem, training, rollout, wish, time_limit_s=time_limit_s, gap=gap)
     choice, best = first, place(problem, first.training, first.replicas)
     placed = best
     for _ in range(RANKING_ROUNDS):

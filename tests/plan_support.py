@@ -5,6 +5,7 @@ from planners.cluster_plan import ClusterPlan
 from planners.machine import plan_machine
 from planners.model import Model
 from planners.profile import DeviceProfile
+from planners.topology import ClusterFile, Topology, parse_cluster
 from planners.workload import Workload
 
 TINY = Model("tiny", 2, 64, 128, 4, 2, 16, 128, tied=True)
@@ -33,3 +34,10 @@ def gpu_plan(machine: str, device_type: str, gpus: int) -> ClusterPlan:
     profile = profile_of(device_type, {64: 40.0}, 64.0, publish_s=1.0, load_s=0.5)
     here = Machine(name=machine, devices=tuple(devices))
     return plan_machine(here, {device_type: profile}, TINY, Workload(), train_devices=1)
+
+
+def cluster_of(**counts: int) -> Topology:
+    """A cluster with a machine of each of one or two device types, with so many devices."""
+    groups = [{"name": f"m-{kind}", "device_type": kind, "devices": n} for kind, n in counts.items()]
+    links = [{"between": list(counts), "gb_per_s": 1.5}] if len(counts) == 2 else []
+    return parse_cluster(ClusterFile.model_validate({"name": "mixed", "machines": groups, "links": links}))

@@ -15,6 +15,7 @@ from planners.make import Mode, make_plan
 from planners.model import Model, read_model
 from planners.sync import SyncMode
 from planners.topology import ClusterFile, Topology, parse_cluster, read_cluster
+from tests.plan_support import cluster_of
 
 DEPLOYMENTS = Path(__file__).parent.parent / "deployments"
 SMALL = read_model(DEPLOYMENTS / "models" / "r1-distill-qwen-1.5b")
@@ -255,6 +256,24 @@ def test_one_device_cannot_do_both() -> None:
     single = {"name": "one", "machines": [{"name": "a", "device_type": "b200", "devices": 1}]}
     with pytest.raises(UserError, match="not both at once"):
         make_plan(parse_cluster(ClusterFile.model_validate(single)), SMALL, PAPER)
+
+
+@pytest.mark.parametrize("budget", [None, 20])
+def test_homogeneous_passes_over_a_type_that_cannot_do_both(budget: float | None) -> None:
+    plan = make_plan(cluster_of(h100=1, h20=4), SMALL, PAPER, mode="homogeneous", budget_usd_per_h=budget)
+    assert {r.device_type for r in plan.replicas} == {"h20"}
+    with pytest.raises(UserError, match=r"No single device type of cluster mixed can train and generate alone:"):
+        make_plan(cluster_of(h100=1, h20=1), SMALL, PAPER, mode="homogeneous")
+    with pytest.raises(UserError, match=r"alone for 0\.5 USD/h: ask for less"):
+        make_plan(cluster_of(h100=1, h20=4), SMALL, PAPER, mode="homogeneous", budget_usd_per_h=0.5)
+
+
+def test_homogeneous_takes_the_cheapest_that_reaches_a_target() -> None:
+    cluster, target = cluster_of(h100=8, h20=8), {"target_tokens_per_s": 100.0}
+    plan = make_plan(cluster, SMALL, PAPER, mode="homogeneous", **target)  # type: ignore[arg-type]
+    each = [make_plan(cluster_of(**{kind: 8}), SMALL, PAPER, **target) for kind in ("h100", "h20")]  # type: ignore[arg-type]
+    assert plan.usd_per_h == pytest.approx(min(p.usd_per_h for p in each))
+    assert plan.step_s > min(p.step_s for p in each)
 
 
 def test_slow_pairs_of_machines_are_avoided() -> None:
