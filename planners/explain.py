@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from planners.cluster_plan import ClusterPlan
-from planners.columns import Problem, rollout_columns, training_columns
+from planners.columns import Problem, TrainingWish, rollout_columns, training_columns
 from planners.demand import Demand
 from planners.errors import UserError
 from planners.joint import solve_joint
@@ -19,6 +19,9 @@ from planners.topology import Topology
 
 SYMBOLS = {"train": "T", "generate": "G", "sync": "s", "wait": ".", "down": "x"}
 NEGLIGIBLE = 0.001
+"""Share of a step's time that counts as none: the solver's own gap, within which two plans are equal."""
+NEXT_LIMIT_S = 10.0
+"""Of each solve for one more device, which only adds a sentence to a plan that is there."""
 
 
 def explain(plan: ClusterPlan, next_devices: Mapping[str, float] | None = None) -> str:
@@ -42,7 +45,7 @@ def explain(plan: ClusterPlan, next_devices: Mapping[str, float] | None = None) 
         f"{plan.throughput_tokens_per_s:,.0f} response tokens/s{_price_words(plan)}.",
     ]
     if plan.simulated_step_s is not None:
-        differs = plan.simulated_step_s / plan.step_s - 1
+        differs = round(plan.simulated_step_s / plan.step_s - 1, 3) or 0.0  # never -0.0
         lines.append(
             f"A simulation, with lengths drawn at random, takes {plan.simulated_step_s:.2f} s a step ({differs:+.1%})."
         )
@@ -92,12 +95,21 @@ def _share(plan: ClusterPlan, name: str) -> float:
     return held / m.available
 
 
-def next_device_gains(topology: Topology, model: Model, demand: Demand, plan: ClusterPlan) -> dict[str, float]:
+def next_device_gains(
+    topology: Topology,
+    model: Model,
+    demand: Demand,
+    plan: ClusterPlan,
+    *,
+    what_if: bool = False,
+    training_wish: TrainingWish | None = None,
+) -> dict[str, float]:
     """Relative gain in throughput from one more device of each type, on a machine of its own.
 
     It is linked as machines of its type are; where there is only one, as its type is linked to others. Compared are
     step times before placement. A layout that trains no faster than the plan's step cannot shorten it, so only the
-    others are tried. Among 1,000 devices and more one is within the solver's own gap of 0.1 %: nothing is said of it.
+    others are tried. Among 1,000 devices and more one is within the solver's own gap of 0.1 %: nothing is said of it,
+    nor of a type where the solver finds no answer in time. `what_if` and `training_wish` are those of `make_plan`.
     """
     if topology.devices * NEGLIGIBLE >= 1:
         return {}
@@ -108,18 +120,25 @@ def next_device_gains(topology: Topology, model: Model, demand: Demand, plan: Cl
         like = next(n for n in topology.nodes if n.type_name == kind)
         extra = replace(like, name="one-more", group="one-more", device=device, devices=1, host="", numbers=())
         grown = replace(topology, nodes=(*topology.nodes, extra), type_links=links)
-        problem = Problem(grown, model, demand, what_if=plan.what_if, sync_mode=plan.sync_mode)
-        gains[kind] = max(0.0, before_s / _step_below_s(problem, before_s) - 1)
+        problem = Problem(grown, model, demand, what_if=what_if, sync_mode=plan.sync_mode, training_wish=training_wish)
+        try:
+            gains[kind] = max(0.0, before_s / _step_below_s(problem, before_s) - 1)
+        except UserError:
+            continue
     return gains
 
 
 def _step_below_s(problem: Problem, limit_s: float) -> float:
-    """The shortest step before placement, or the limit where none is shorter."""
+    """The shortest step before placement, or the limit where none is shorter.
+
+    Raises:
+        UserError: the solver found no plan in time.
+    """
     training = [column for column in training_columns(problem) if column.step_s < limit_s]
     if not training:
         return limit_s
     try:
-        return solve_joint(problem, training, rollout_columns(problem)).objective
+        return solve_joint(problem, training, rollout_columns(problem), time_limit_s=NEXT_LIMIT_S).objective
     except Infeasible:
         return limit_s
 

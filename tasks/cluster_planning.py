@@ -38,7 +38,8 @@ class ClusterStudy:
         rents = self.wishes.get("budget_usd_per_h") or self.wishes.get("target_tokens_per_s")
         if self.plan.mode != "joint" or rents:
             return explain(self.plan)
-        return explain(self.plan, next_device_gains(self.topology, self.model, self.demand, self.plan))
+        how = {key: self.wishes[key] for key in ("what_if", "training_wish") if key in self.wishes}
+        return explain(self.plan, next_device_gains(self.topology, self.model, self.demand, self.plan, **how))
 
     def budget_curve(self) -> list[tuple[float, ClusterPlan]]:
         """The best plan for quarters of what the whole cluster costs, in USD/h; budgets that buy none are left out."""

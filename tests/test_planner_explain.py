@@ -1,14 +1,17 @@
 """What a person sees of a plan: words, maps, charts; and the planner on machines that discovery found."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from planners import explain as explaining
 from planners.cluster import Device, Machine
 from planners.cluster_plan import read_plan
 from planners.demand import Demand, demand_of
 from planners.errors import UserError
 from planners.explain import budget_curve, cluster_map, explain, gantt, memory_table, next_device_gains
+from planners.joint import Choice
 from planners.lengths import LogNormal, constant
 from planners.make import make_plan
 from planners.model import model_from_config, read_model
@@ -16,7 +19,9 @@ from planners.profile import DeviceProfile
 from planners.simulator import simulate
 from planners.topology import discovered, read_cluster
 from planners.workload import Workload
+from tasks.cluster_planning import ClusterStudy
 from tasks.experiment import load_experiment
+from tests.plan_support import cluster_of
 
 DEPLOYMENTS = Path(__file__).parent.parent / "deployments"
 SEVEN = read_model(DEPLOYMENTS / "models" / "r1-distill-qwen-7b")
@@ -46,6 +51,25 @@ def test_the_explanation_says_what_limits_and_what_helps() -> None:
     assert "What-if" not in text
     published = make_plan(SMALL, SEVEN, PAPER, mode="two-phase", what_if=True, sync_mode="tree")
     assert "proves no bound" in explain(published)
+
+
+def test_one_more_device_may_be_used_as_the_plan_was_allowed_to_be() -> None:
+    """Of what-if this plan needs nothing; but only with it may one more h100 train from a second machine."""
+    cluster, model = cluster_of(h100=1, h20=4), read_model(DEPLOYMENTS / "models" / "r1-distill-qwen-1.5b")
+    plan = make_plan(cluster, model, PAPER, what_if=True)
+    assert not plan.what_if
+    today, opened = (ClusterStudy(plan, cluster, model, PAPER, {"what_if": w}).explain() for w in (False, True))
+    assert "One more h100 brings nothing" in today
+    assert "One more h100 brings +71" in opened
+
+
+def test_where_one_more_device_has_no_answer_nothing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    def slow(*what: Any, time_limit_s: float = 60.0) -> Choice:
+        assert time_limit_s <= 10
+        raise UserError("The solver found no plan.")
+
+    monkeypatch.setattr(explaining, "solve_joint", slow)
+    assert next_device_gains(SMALL, SEVEN, PAPER, PLAN) == {}
 
 
 def test_the_map_shows_every_device_once() -> None:
