@@ -24,6 +24,9 @@
          used t; in the other modes per type set g, switched on by Σ_{σ: g(σ)=g} z_σ
    (10)  T ≥ X
 
+A CPU type with one machine has at most one process, so there Λ ≥ Σ ℓ_ψ y_ψ and, where it is the only type,
+τ = Σ (W/h_ψ) y_ψ; free cores of it that do not train all generate.
+
 Variants: Σ_t price_t·n_t ≤ budget with n_t devices used; or T ≤ target, minimise Σ_t price_t·n_t. Columns carry the
 best link that any placement gives, so the solver's bound holds for every placement of the listed layouts.
 """
@@ -91,6 +94,11 @@ class _Program:
         self.pulp = pulp
         self.problem, self.training, self.rollout, self.wish = problem, training, rollout, wish
         self.program = pulp.LpProblem("joint", pulp.LpMinimize)
+        self.alone = {  # CPU types with one machine, where one process at most generates: its cores
+            t: max(size for kind, size in problem.machine_counts if kind == t)
+            for t, device in problem.topology.types.items()
+            if device.kind == "cpu" and problem.machine_counts_of(t) == 1
+        }
         self.z = [self.program.add_variable(f"z{i}", cat=pulp.LpBinary) for i in range(len(training))]
         self.y = [
             self.program.add_variable(f"y{i}", 0, problem.capacity[c.device_type, c.tensor], cat=pulp.LpInteger)
@@ -141,12 +149,30 @@ class _Program:
                     if c.device_type == t and c.tensor >= k
                 ]
                 self.program += sum_(places) <= problem.capacity[t, k]
+        free = [t for t in self.alone if problem.topology.types[t].usd_per_h == 0]
+        for t in free:
+            self._all_cores(t)
         for t, k, machines in problem.core_machines():
+            if t in free:
+                continue
             processes = [y for c, y in zip(self.rollout, self.y, strict=True) if c.device_type == t and c.cores >= k]
             taken = sum_(c.leaves_less(t, k) * z for c, z in zip(self.training, self.z, strict=True))
             self.program += sum_(processes) + taken <= machines
         in_flight = sum_(c.leased * y for c, y in zip(self.rollout, self.y, strict=True))
         self.program += in_flight <= problem.demand.gate_answers
+
+    def _all_cores(self, device_type: str) -> None:
+        """(2) for free cores of one machine: a process with fewer than the trainer leaves has no advantage."""
+        left: dict[int, list[Any]] = {}
+        for c, z in zip(self.training, self.z, strict=True):
+            cores = c.spare(device_type) if device_type in c.types else self.alone[device_type]
+            left.setdefault(cores, []).append(z)
+        processes: dict[int, list[Any]] = {}
+        for column, y in zip(self.rollout, self.y, strict=True):
+            if column.device_type == device_type:
+                processes.setdefault(column.cores, []).append(y)
+        for cores, mine in processes.items():
+            self.program += self.pulp.lpSum(mine) <= self.pulp.lpSum(left.get(cores, []))
 
     def _times(self) -> None:
         """(3) with its first tangents, (4), (5)."""
@@ -155,6 +181,11 @@ class _Program:
         train = sum_(c.step_s * z for c, z in zip(self.training, self.z, strict=True))
         self.program += self.step >= train + self.train_pause
         self.program += self.step >= (1 + self.wish.headroom) * (self.generation + demand.reward_s) + self.pause
+        if len(self.alone) == len(self.problem.topology.types) == 1:  # one process generates all
+            self.program += self.generation >= sum_(
+                demand.tokens_per_step / c.tokens_per_s * y for c, y in zip(self.rollout, self.y, strict=True)
+            )
+            return
         lowest = min(c.tokens_per_s for c in self.rollout)
         highest = _highest_rate(self.problem, self.rollout)
         point = lowest
@@ -168,23 +199,29 @@ class _Program:
         self.program += self.generation + at / rate * self.rate >= 2 * at
 
     def _latency(self, allowed_s: float | None) -> None:
-        """(7). Λ rises level by level of latency, from the lowest there is; columns up to `allowed_s` are free."""
+        """(7). Λ rises level by level of latency, from the lowest there is; columns up to `allowed_s` are free.
+
+        Where one process at most generates, its own latency stands for the levels.
+        """
         sum_, demand = self.pulp.lpSum, self.problem.demand
         lowest_s = min(c.latency_s for c in self.rollout)
-        longest = sum_([lowest_s])
-        late = (
-            [] if allowed_s is None else [c.latency_s for c in self.rollout if c.latency_s > max(allowed_s, lowest_s)]
-        )
+        longest, levels = self.program.add_variable("L", lowest_s), sum_([lowest_s])
+        several = [(c, y) for c, y in zip(self.rollout, self.y, strict=True) if c.device_type not in self.alone]
+        late = [] if allowed_s is None else [c.latency_s for c, _ in several if c.latency_s > max(allowed_s, lowest_s)]
         below_s, higher = lowest_s, None
         for level, latency_s in enumerate(sorted(set(late))):
             used = self.program.add_variable(f"w{level}", cat=self.pulp.LpBinary)
-            for c, y in zip(self.rollout, self.y, strict=True):
+            for c, y in several:
                 if c.latency_s == latency_s:
                     self.program += y <= self.problem.capacity[c.device_type, c.tensor] * used
             if higher is not None:
                 self.program += used <= higher
-            longest += (latency_s - below_s) * used
+            levels += (latency_s - below_s) * used
             below_s, higher = latency_s, used
+        self.program += longest >= levels
+        for t in self.alone:
+            mine = [(c, y) for c, y in zip(self.rollout, self.y, strict=True) if c.device_type == t]
+            self.program += longest >= sum_(c.latency_s * y for c, y in mine)
         waits = self.pause + demand.reward_s
         if not demand.in_batches:
             self.program += demand.latency_steps * (self.step - waits) >= (1 + self.wish.headroom) * longest
@@ -324,9 +361,10 @@ def _cheapest_as_fast(
     Lengths vary from step to step, so of two sides that are equally fast on average each waits for the other.
     """
     slack, is_free = min(SLACK, gap), problem.topology.usd_per_h == 0
-    as_fast = Wish(wish.budget_usd_per_h, fastest.objective * (1 + slack), is_free)
+    true_s = max(fastest.objective, _true_step_s(problem, fastest))  # the solver's tolerances lie in between
+    as_fast = Wish(wish.budget_usd_per_h, true_s * (1 + slack), is_free)
     allowed_s = _allowed_latency_s(problem, _shortest_body_s(problem, training, rollout, fastest.bound))
-    longest_s = max(fastest.objective, _true_step_s(problem, fastest)) * (1 + 2 * slack)
+    longest_s = true_s * (1 + 2 * slack)
     for headroom in (0.0,) if is_free else (HEADROOM, 0.0):
         tidy = replace(as_fast, headroom=headroom)
         try:
@@ -357,7 +395,7 @@ def _allowed_latency_s(problem: Problem, body_s: float) -> float:
 def _highest_rate(problem: Problem, rollout: list[RolloutColumn]) -> float:
     """H if every device generated in its type's best column."""
     return sum(
-        max((c.tokens_per_s / c.tensor for c in rollout if c.device_type == t), default=0.0) * count
+        max((c.tokens_per_s / c.devices for c in rollout if c.device_type == t), default=0.0) * count
         for t, count in problem.topology.counts.items()
     )
 

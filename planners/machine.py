@@ -13,15 +13,14 @@ from planners.cluster_plan import ClusterPlan
 from planners.columns import TrainingWish
 from planners.demand import Demand, demand_of
 from planners.errors import UserError
-from planners.explain import explain
-from planners.make import make_plan
+from planners.explain import NEGLIGIBLE, NEXT_LIMIT_S, explain
+from planners.make import FEW_DEVICES, make_plan
 from planners.model import Model
 from planners.plan import Placement, Placements
 from planners.profile import DeviceProfile
+from planners.simulator import with_simulated_step
 from planners.topology import Topology, discovered
 from planners.workload import Workload
-
-NEGLIGIBLE = 0.005
 
 
 def plan_machine(
@@ -64,7 +63,7 @@ def plan_machine(
     seen = [tokens for name in topology.types if (tokens := profiles[name].answer_tokens) is not None]
     demand = demand_of(workload, minibatches, max(seen, default=None))
     wish = TrainingWish(train_type, train_devices, zero_stage)
-    plan = make_plan(topology, model, demand, profiles=profiles, training_wish=wish)
+    plan = with_simulated_step(make_plan(topology, model, demand, profiles=profiles, training_wish=wish))
     words = "\n".join([explain(plan), *_next_devices(plan, topology, model, demand, profiles, wish), *_cautions(plan)])
     return plan.model_copy(update={"explanation": words})
 
@@ -165,14 +164,23 @@ def _next_devices(
     profiles: Mapping[str, DeviceProfile],
     wish: TrainingWish,
 ) -> list[str]:
-    """A sentence per type on what one more device of it in this machine would change."""
+    """A sentence per type on what one more device of it in this machine would change.
+
+    None where there are many devices, of which one changes little, nor where the solver finds no answer in time.
+    """
+    if topology.devices > FEW_DEVICES:
+        return []
     sentences = []
     for kind in topology.types:
         nodes = tuple(
             replace(n, devices=n.devices + 1, numbers=(*n.numbers, max(n.numbers) + 1)) if n.type_name == kind else n
             for n in topology.nodes
         )
-        better = make_plan(replace(topology, nodes=nodes), model, demand, profiles=profiles, training_wish=wish)
+        grown = replace(topology, nodes=nodes)
+        try:
+            better = make_plan(grown, model, demand, profiles=profiles, training_wish=wish, time_limit_s=NEXT_LIMIT_S)
+        except UserError:
+            continue
         if better.step_s > (1 - NEGLIGIBLE) * plan.step_s:
             sentences.append(f"One more {kind} would change little.")
         else:
@@ -192,10 +200,10 @@ def _roles(plan: ClusterPlan) -> str:
 def _cautions(plan: ClusterPlan) -> list[str]:
     """Where the prediction is known to be optimistic."""
     (stage,) = plan.training.stages
-    cores = [("cpu", len(devices)) for devices in stage.devices.values() if stage.kind == "cpu"]
-    cores += [("cpu", len(replica.devices)) for replica in plan.replicas if replica.kind == "cpu"]
+    cores = [len(devices) for devices in stage.devices.values() if stage.kind == "cpu"]
+    cores += [len(replica.devices) for replica in plan.replicas if replica.kind == "cpu"]
     sentences = []
-    if any(count > 1 for _, count in cores):
+    if any(count > 1 for count in cores):
         sentences.append("Several cores are counted as that many times one core, which is optimistic.")
     if stage.kind == "cuda" and sum(map(len, stage.devices.values())) > 1:
         sentences.append("Several training GPUs are counted as that many times one, which is optimistic.")

@@ -2,14 +2,17 @@
 
 import itertools
 from collections.abc import Iterator
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from planners import joint
+from planners import machine as planning
 from planners.cluster import Device, Machine
 from planners.cluster_plan import ClusterPlan
+from planners.columns import Problem, rollout_columns
 from planners.demand import demand_of
 from planners.errors import UserError
 from planners.lengths import Samples
@@ -17,7 +20,7 @@ from planners.machine import check_devices, placements, plan_machine
 from planners.make import make_plan
 from planners.profile import DeviceProfile
 from planners.simulator import simulate
-from planners.topology import ClusterFile, parse_cluster
+from planners.topology import ClusterFile, Topology, discovered, parse_cluster
 from planners.workload import Workload
 from tests.plan_support import TINY, profile_of
 
@@ -113,10 +116,24 @@ SLOW_LOADS = (
     Workload(prompts_per_step=3, group_size=3, max_new_tokens=20, max_staleness=2),
 )
 """Loading takes longer than training and decides how long an answer may take."""
+BATCHED: dict[int, float] = {4: 20.0, 8: 30.0, 16: 45.0, 32: 55.0}
+MANY_CORES = (
+    {("a", "cpu"): 9},
+    {"a": profile_of("a", BATCHED, 40.0, publish_s=0.5)},
+    Workload(prompts_per_step=3, group_size=4, max_new_tokens=20, max_staleness=2),
+)
+"""Of the fastest batches the latency decides."""
+TWO_KINDS_OF_CORES = (
+    {("a", "cpu"): 4, ("b", "cpu"): 3},
+    {"a": profile_of("a", BATCHED, 40.0), "b": profile_of("b", {4: 9.0, 16: 30.0}, 15.0, publish_s=2.0)},
+    Workload(prompts_per_step=2, group_size=4, max_new_tokens=20, max_staleness=2),
+)
 
 
 @examples(60)
 @example(SLOW_LOADS)
+@example(MANY_CORES)
+@example(TWO_KINDS_OF_CORES)
 @given(problems())
 def test_the_plan_is_the_best_there_is(problem: tuple[Counts, Profiles, Workload]) -> None:
     counts, profiles, workload = problem
@@ -176,12 +193,14 @@ def test_the_order_of_devices_changes_nothing(problem: tuple[Counts, Profiles, W
     st.integers(1, 3),
     st.integers(0, 3),
     st.sampled_from([0.001, 0.1]),
+    st.sampled_from([0.0, 0.02]),
 )
 def test_cores_of_several_machines_form_a_process_each(
-    sizes: list[int], prompts: int, staleness: int, write_gb_per_s: float
+    sizes: list[int], prompts: int, staleness: int, write_gb_per_s: float, usd_per_h: float
 ) -> None:
     """On a described cluster, against exhaustive search; a process never spans machines, nor two stand on one."""
-    groups = [{"name": f"m{i}", "device_type": "cpu", "devices": size} for i, size in enumerate(sizes)]
+    cores = {"device_type": "cpu", "usd_per_h": usd_per_h}
+    groups = [{**cores, "name": f"m{i}", "devices": size} for i, size in enumerate(sizes)]
     tree = {"name": "cores", "machines": groups, "links": [{"between": ["cpu", "cpu"], "gb_per_s": 1}]}
     topology = parse_cluster(ClusterFile.model_validate({**tree, "storage": {"write_gb_per_s": write_gb_per_s}}))
     demand = demand_of(Workload(prompts_per_step=prompts, group_size=2, max_staleness=staleness))
@@ -215,12 +234,66 @@ def test_the_laptop_by_hand() -> None:
     assert "optimistic" not in plan.explanation
 
 
+def test_latencies_of_cores_cost_no_binaries_and_no_further_solves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One process generates, so times and latencies are exact from the start: one solve, and one to be tidy."""
+    integers = []
+
+    def counted(program: Any, *how: Any) -> Any:
+        integers.append({v.name[0] for v in program.variables() if v.cat == "Integer"})
+        return minimise(program, *how)
+
+    minimise = joint.minimise
+    monkeypatch.setattr(joint, "minimise", counted)
+    _, profiles, workload = MANY_CORES
+    topology = discovered("host", [machine_of({("a", "cpu"): 20})], profiles)
+    plan = make_plan(topology, TINY, demand_of(workload), profiles=profiles)
+    assert integers == [{"y", "z"}] * 2
+    assert plan.gap < 1e-3
+    assert sum(m.training + m.rollout for m in plan.machines) == 20
+
+
+def test_the_highest_rate_counts_every_core_once() -> None:
+    _, profiles, workload = MANY_CORES
+    problem = Problem(
+        discovered("host", [machine_of({("a", "cpu"): 9})], profiles), TINY, demand_of(workload), profiles=profiles
+    )
+    columns = rollout_columns(problem)
+    assert joint._highest_rate(problem, columns) == pytest.approx(max(c.tokens_per_s for c in columns))
+
+
+def test_no_answer_for_one_more_device_leaves_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    def slow(topology: Topology, *what: Any, time_limit_s: float = 60.0, **how: Any) -> ClusterPlan:
+        if topology.devices > 2:
+            assert time_limit_s <= 10
+            raise UserError("The solver found no plan.")
+        return make_plan(topology, *what, **how)
+
+    monkeypatch.setattr(planning, "make_plan", slow)
+    assert laptop().step_s == pytest.approx(13.6)
+    assert "One more" not in laptop().explanation
+
+
+@pytest.mark.parametrize(("cores", "asked"), [(16, 2), (17, 1)])
+def test_one_more_of_many_devices_is_not_asked_for(cores: int, asked: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    planned = []
+
+    def counted(*what: Any, **how: Any) -> ClusterPlan:
+        planned.append(what)
+        return make_plan(*what, **how)
+
+    monkeypatch.setattr(planning, "make_plan", counted)
+    laptop(cores)
+    assert len(planned) == asked
+
+
 @pytest.mark.parametrize("staleness", [0, 1, 2])
 def test_the_laptop_is_simulated_as_it_is_planned(staleness: int) -> None:
     plan = laptop(workload=Workload(max_staleness=staleness))
     expected_s = {0: 8.0 + 1.5 + 12.8 + 0.8, 1: 13.6, 2: 13.6}[staleness]
     assert plan.step_s == pytest.approx(expected_s)
     assert simulate(plan, steps=40).step_s == pytest.approx(expected_s, rel=0.02)
+    assert plan.simulated_step_s == pytest.approx(expected_s, rel=0.02)
+    assert f"A simulation, with lengths drawn at random, takes {plan.simulated_step_s:.2f} s" in plan.explanation
 
 
 def test_expected_answers_shorten_the_step_and_rewards_lengthen_it() -> None:
