@@ -2,8 +2,9 @@
 
 from importlib.metadata import version
 
-WIRE_SCHEMA = "1"
-"""Format of what processes exchange (ledger tables, trajectory payloads, weight manifests); raise it with any."""
+WIRE_SCHEMA = "2"
+"""Format of what processes exchange (ledger, run directories, trajectory payloads, weight manifests); raise it with
+any."""
 VARIABLE = "hexflow_versions"
 """The Prefect variable in which set-up records the versions a server works with."""
 

@@ -21,8 +21,9 @@ from sqlalchemy import (
     Text,
 )
 
-SCHEMA_VERSION = 1
-"""Raise it with every change of a table: a ledger with another version is refused."""
+SCHEMA_VERSION = 2
+"""Raise it with every change of a table, of what a column holds, and of the run directories that go with the rows: a
+ledger with another version is refused."""
 
 metadata = MetaData()
 
