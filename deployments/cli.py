@@ -153,6 +153,7 @@ def resume(run: Annotated[str, typer.Argument(help="Run id, as `hexflow runs` sh
     from tasks.exchange.layout import RunDirectory
     from tasks.exchange.ledger import Ledger
     from tasks.experiment import parse_experiment
+    from tasks.readiness import require_free_devices
 
     settings = _settings()
     path = RunDirectory(settings.runs / run).experiment
@@ -165,6 +166,7 @@ def resume(run: Annotated[str, typer.Argument(help="Run id, as `hexflow runs` sh
     if row is not None:
         require_unsupervised(row, ledger)
     resolved = parse_experiment(json.loads(path.read_text()), str(path))
+    require_free_devices(resolved, settings, run)
     _run_and_follow(settings, {"experiment": resolved.model_dump(mode="json"), "resume": run})
 
 
@@ -189,8 +191,11 @@ def plan(
     resolved = load_experiment(experiment, overrides)
     settings, console = _settings(), _console()
     if cluster is None:
-        if json is not None or budget is not None or target is not None:
-            raise UserError("--json, --budget and --target are for a cluster: name one with --cluster.")
+        chosen = mode is not PlanMode.JOINT or sync is not SyncChoice.STORAGE or what_if
+        if chosen or json is not None or budget is not None or target is not None:
+            raise UserError(
+                "--mode, --sync, --what-if, --json, --budget and --target are for a cluster: name one with --cluster."
+            )
         _plan_here(settings, resolved.model_dump(mode="json"), console)
         return
     from deployments.cluster_plan import plan_cluster
@@ -268,11 +273,12 @@ def _run_and_follow(settings: "Settings", parameters: dict[str, Any]) -> None:
     from tasks.exchange.ledger import Ledger
 
     console = _console()
+    ledger = Ledger(settings.ledger_url)  # refused here if another version made it: nothing has been started
     api = PrefectApi(_bring_up(settings, console).prefect_url)
     flow_run_id = api.create_flow_run("rl/rl", parameters)
     with _started():
         state = _follow(settings, api, flow_run_id, console)
-    run = Ledger(settings.ledger_url).find_run(flow_run_id=flow_run_id)
+    run = ledger.find_run(flow_run_id=flow_run_id)
     if run is not None:
         console.print(f"run {run.run_id}: {state['name'].lower()}", soft_wrap=True)
         if summary := read_summary(settings, run.run_id):

@@ -25,7 +25,7 @@ def hold_devices(
     Args:
         kind: "cuda" or "cpu".
         devices: CUDA ordinals or core numbers.
-        holder: who holds them, for the message that others get.
+        holder: who holds them, for the message that others get; an actor's is `RUN_ID (what it does)`.
         settings: where the lock files lie.
         deadline_s: longest wait for each device.
 
@@ -43,14 +43,14 @@ def hold_devices(
         yield
 
 
-def describe_holder(kind: str, device: int, settings: Settings) -> str | None:
-    """A sentence on who holds a device at this moment, with the remedy; None if it is free."""
+def describe_holder(kind: str, device: int, settings: Settings, own_run: str | None = None) -> str | None:
+    """A sentence on who holds a device at this moment, with the remedy; None if it is free or an actor of `own_run`."""
     path = _path(kind, device, settings)
     try:
         with _lock(path, deadline_s=0.0):
             return None
     except filelock.Timeout:
-        return _describe(kind, device, path)
+        return None if own_run and _holder(path).startswith(f"{own_run} (") else _describe(kind, device, path)
 
 
 def _path(kind: str, device: int, settings: Settings) -> Path:
@@ -64,6 +64,10 @@ def _lock(path: Path, deadline_s: float) -> filelock.FileLock:
     return filelock.FileLock(f"{path}.lock", timeout=deadline_s)
 
 
+def _holder(path: Path) -> str:
+    return path.read_text().strip() if path.exists() else "another process"
+
+
 def _describe(kind: str, device: int, path: Path) -> str:
-    name = path.read_text().strip() if path.exists() else "another process"
-    return f"{'GPU' if kind == 'cuda' else 'Core'} {device} is held by {name}: wait until it has ended, or cancel it."
+    where = f"{'GPU' if kind == 'cuda' else 'Core'} {device}"
+    return f"{where} is held by {_holder(path)}: wait until it has ended, or cancel it."

@@ -32,20 +32,25 @@ LEAVING_S = 10.0
 """A run that ends gives its devices back within it."""
 
 
-def require_free_devices(experiment: Experiment, settings: Settings) -> None:
-    """Refuse to start a run while others leave it fewer than two devices, one to train and one to generate.
+def require_free_devices(experiment: Experiment, settings: Settings, run_id: str | None = None) -> None:
+    """Refuse to start a run while others hold any device that it may use, since its plan may take them all.
+
+    Args:
+        experiment: says which devices the run may use.
+        settings: where it is written who holds them.
+        run_id: the run, if it is resumed: what its dead supervisor left on the devices is ended by the resume.
 
     Raises:
-        UserError: fewer than two are free, also after `LEAVING_S`; a holder is named.
+        UserError: one is held, also after `LEAVING_S`; the holder is named.
     """
     give_up = time.monotonic() + LEAVING_S
     devices = _usable_machine(experiment).devices
     while True:
-        held = [said for device in devices if (said := describe_holder(device.kind, device.index, settings))]
-        if len(devices) - len(held) >= 2:
+        held = [said for d in devices if (said := describe_holder(d.kind, d.index, settings, run_id))]
+        if not held:
             return
         if time.monotonic() > give_up:
-            raise UserError(held[0])
+            raise UserError(f"{held[0]} A run may use every device unless cluster.device_types names fewer.")
         time.sleep(0.2)
 
 

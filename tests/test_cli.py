@@ -12,18 +12,23 @@ from pathlib import Path
 import pytest
 import typer
 from rich.console import Console
+from sqlalchemy import update
 
 from deployments import api, cli, follow
 from deployments.api import Json, PrefectApi, Unreachable
 from deployments.follow import Follower, View, describe_step, draw, time_left_s, waiting_for
 from deployments.show import show_running, show_runs, summary_lines
 from deployments.stack import Stack
+from deployments.versions import WIRE_SCHEMA
 from planners.cluster import Device, Machine
 from planners.errors import UserError
 from tasks import readiness
 from tasks.devices import hold_devices
+from tasks.exchange.layout import RunDirectory
 from tasks.exchange.ledger import Ledger
 from tasks.exchange.rows import ActorRow, Progress, RunRow, SpanRow, StepRow
+from tasks.exchange.schema import SCHEMA_VERSION, schema_info
+from tasks.experiment import load_experiment
 from tasks.settings import Settings
 from tests.plan_support import gpu_plan
 
@@ -296,15 +301,50 @@ def test_bad_input_is_one_line_and_starts_nothing(
     assert not (settings.home / "stack.json").exists()
 
 
-def test_busy_devices_are_told_before_anything_starts(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+def started(*_: object) -> Stack:
+    """In place of `cli._bring_up`: a broken check must not start a stack."""
+    raise AssertionError("a stack would have been started")
+
+
+@pytest.mark.parametrize("command", ["train", "resume"])
+def test_busy_devices_are_told_before_anything_starts(
+    command: str, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
     core, *_ = sorted(os.sched_getaffinity(0))
     monkeypatch.setattr(readiness, "LEAVING_S", 0.0)
+    monkeypatch.setattr(cli, "_bring_up", started)
+    run = RunDirectory(settings.runs / "tiny-2")
+    run.root.mkdir(parents=True)
+    run.experiment.write_text(load_experiment(TINY).model_dump_json())
     with (
         hold_devices("cpu", [core], "tiny-1 (train 0)", settings),
         pytest.raises(UserError, match=rf"Core {core} is held by tiny-1 \(train 0\)"),
     ):
-        cli.train(TINY)
-    assert not (settings.home / "stack.json").exists()
+        cli.train(TINY) if command == "train" else cli.resume("tiny-2")
+
+
+def test_an_older_ledger_is_told_before_anything_starts(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Version 1 kept another kind of plan, and checkpoints under names without a lineage."""
+    ledger = Ledger(settings.ledger_url)
+    ledger.create_run("tiny-1", prompts_per_step=4, max_staleness=2, steps=4, max_attempts_per_prompt=3)
+    ledger.add_plan_epoch("tiny-1", '{"training": {"role": "train"}, "replicas": []}')
+    with ledger.write("schema") as connection:
+        connection.execute(update(schema_info).values(version=1))
+    monkeypatch.setattr(cli, "_bring_up", started)
+    message = (
+        r"^The ledger .* has tables of version 1, but this hexflow needs version 2: use the hexflow that made it, or "
+    )
+    for command in (
+        lambda: show_running(settings, Console(file=io.StringIO())),
+        lambda: cli._run_and_follow(settings, {}),
+    ):
+        with pytest.raises(UserError, match=message):
+            command()
+
+
+def test_processes_that_share_no_ledger_share_no_stack() -> None:
+    """Whoever raises the ledger's version has to raise the wire's."""
+    assert int(WIRE_SCHEMA) >= SCHEMA_VERSION
 
 
 def test_the_version_is_told(tmp_path: Path) -> None:
@@ -323,7 +363,8 @@ def run_hexflow(directory: Path, *arguments: str) -> subprocess.CompletedProcess
     return subprocess.run(
         [sys.executable, "-m", "deployments.cli", *arguments],
         cwd=directory,
-        env={**os.environ, "PYTHONPATH": root},
+        # No such server answers, so that no stack starts even if a check is broken.
+        env={**os.environ, "PYTHONPATH": root, "PREFECT_API_URL": "http://127.0.0.1:1/api"},
         capture_output=True,
         text=True,
         timeout=60,

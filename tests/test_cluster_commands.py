@@ -37,7 +37,13 @@ def hexflow(tmp_path: Path, *arguments: str) -> tuple[int, str]:
         text=True,
         timeout=100,
         cwd=tmp_path,
-        env={"PYTHONPATH": str(DEPLOYMENTS.parent), "HEXFLOW_HOME": str(tmp_path / "home"), "PATH": ""},
+        # No such server answers, so that no stack starts even if a check is broken.
+        env={
+            "PYTHONPATH": str(DEPLOYMENTS.parent),
+            "HEXFLOW_HOME": str(tmp_path / "home"),
+            "PATH": "",
+            "PREFECT_API_URL": "http://127.0.0.1:1/api",
+        },
         check=False,
     )
     return done.returncode, done.stdout + done.stderr
@@ -69,6 +75,9 @@ def test_a_plan_is_explained_written_and_simulated(tmp_path: Path) -> None:
         (["--cluster", CLUSTER, "--budget", "-1"], "budget"),
         (["--cluster", CLUSTER, "--target", "1e9"], "cannot be reached"),
         (["--budget", "10"], "name one with --cluster"),
+        (["--mode", "exhaustive"], "name one with --cluster"),
+        (["--sync", "tree"], "name one with --cluster"),
+        (["--what-if"], "name one with --cluster"),
     ],
 )
 def test_bad_input_is_one_sentence_and_status_2(tmp_path: Path, arguments: list[str], message: str) -> None:

@@ -87,18 +87,30 @@ def test_a_resumed_run_needs_room_for_what_is_not_there_yet(
 
 
 def test_a_run_waits_for_no_others_devices(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With three devices and one in use two are left, which is enough; with two in use it is told by whom."""
-    devices = [Device(index=core, device_type="cpu", kind="cpu", memory_bytes=2**30) for core in (0, 1, 2)]
+    """A plan may take every device of the allowed types, so one in use is enough; those of other types may be."""
+    types = ["fast", "fast", "slow", "slow"]
+    devices = [Device(index=core, device_type=t, kind="cpu", memory_bytes=2**30) for core, t in enumerate(types)]
     monkeypatch.setattr(readiness, "discover_machine", lambda: Machine(name="here", devices=tuple(devices)))
     monkeypatch.setattr(readiness, "LEAVING_S", 0.0)
     require_free_devices(tiny(), settings)
-    with hold_devices("cpu", [1], "run a (train 0)", settings):
-        require_free_devices(tiny(), settings)
-        with (
-            hold_devices("cpu", [2], "run b (rollout 0)", settings),
-            pytest.raises(UserError, match=r"Core 1 is held by run a \(train 0\): wait .* or cancel it"),
-        ):
+    with hold_devices("cpu", [1], "a (train 0)", settings):
+        require_free_devices(tiny("cluster.device_types=[slow]"), settings)
+        with pytest.raises(UserError, match=r"Core 1 is held by a \(train 0\): wait .* or cancel it.*device_types"):
             require_free_devices(tiny(), settings)
+
+
+def test_a_resumed_run_does_not_wait_for_its_own_actors(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The resume ends them; were they waited for, a run whose supervisor was killed could not be resumed."""
+    devices = [Device(index=core, device_type="cpu", kind="cpu", memory_bytes=2**30) for core in (0, 1, 2)]
+    monkeypatch.setattr(readiness, "discover_machine", lambda: Machine(name="here", devices=tuple(devices)))
+    monkeypatch.setattr(readiness, "LEAVING_S", 0.0)
+    with hold_devices("cpu", [0, 1], "a (rollout 0)", settings):
+        require_free_devices(tiny(), settings, "a")
+        with (
+            hold_devices("cpu", [2], "a-2 (train 0)", settings),
+            pytest.raises(UserError, match=r"Core 2 is held by a-2 \(train 0\)"),
+        ):
+            require_free_devices(tiny(), settings, "a")
 
 
 def test_memory_is_checked_before_anything_starts(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
