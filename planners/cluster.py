@@ -1,4 +1,4 @@
-"""The hardware a plan is made for: devices, machines, and the cluster they form."""
+"""The hardware of a machine: its devices and their types."""
 
 from collections import Counter
 from typing import Literal
@@ -31,11 +31,3 @@ class Machine(BaseModel):
     def count_by_type(self) -> dict[str, int]:
         """Number of devices of each type, by type name in sorted order."""
         return dict(sorted(Counter(d.device_type for d in self.devices).items()))
-
-
-class Cluster(BaseModel):
-    """The machines that one run may use."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    machines: tuple[Machine, ...]

@@ -112,7 +112,7 @@ def _measured_times(
         values = [row.metrics[name] for row in steps if name in row.metrics]
         times[f"{name}_measured"] = median(values) if values else None
     slots = {s.slot for s in spans if s.role == "replica" and s.kind == "busy"}
-    finished = sum(progress.groups.get(state, 0) for state in ("generated", "scored", "consumed"))
+    finished = sum(progress.groups.get(state, 0) for state in ("scored", "consumed"))
     if not slots or not finished:
         return {**times, "rollout_s_measured": None}
     busy_s = 0.0
