@@ -66,15 +66,18 @@ class CancellationWatch:
         while seen <= _WORKER_GRACE_POLLS:
             if self._stopped.wait(_POLL_S):
                 return
-            seen = seen + 1 if self._is_to_end() else 0
+            is_to_end = self._is_to_end()
+            if is_to_end is not None:  # no answer takes nothing back: a busy server fails to answer every other time
+                seen = seen + 1 if is_to_end else 0
         row = self._run.ledger.find_run(run_id=self._run.run_id)
         if row is not None and row.state == "running":
             _log.warning("run %s is being cancelled, but its worker does not act: ending it", self._run.run_id)
             os.kill(os.getpid(), signal.SIGTERM)
 
-    def _is_to_end(self) -> bool:
+    def _is_to_end(self) -> bool | None:
+        """None where the server does not say."""
         try:
             state = self._read(self._flow_run_id)
         except (httpx.HTTPError, PrefectException):
-            return False
+            return None
         return state is not None and (state.is_cancelling() or state.is_cancelled())

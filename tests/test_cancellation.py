@@ -70,6 +70,12 @@ def work(run: RunContext, server: FakeServer, until: Callable[[], bool]) -> None
             time.sleep(0.01)
 
 
+def test_a_server_that_answers_every_other_time_is_believed(run: RunContext) -> None:
+    said: list[Said] = [Running(), *[Cancelling(), AWAY] * (1 + cancellation._WORKER_GRACE_POLLS), Running()]
+    with pytest.raises(TerminationSignal):
+        work(run, FakeServer(*said), until=lambda: False)
+
+
 @pytest.mark.parametrize("state", [Cancelling(), Cancelled()])
 def test_a_run_whose_worker_does_not_act_is_ended(run: RunContext, state: State[Any]) -> None:
     server = FakeServer(Running(), state)
@@ -83,12 +89,6 @@ def test_while_the_server_is_away_the_run_goes_on_and_is_ended_when_it_is_back(r
     work(run, away, until=lambda: away.asked > 20)
     with pytest.raises(TerminationSignal):
         work(run, FakeServer(Cancelling(), *[AWAY] * 20, Cancelling()), until=lambda: False)
-
-
-def test_an_outage_begins_the_workers_time_anew(run: RunContext) -> None:
-    """What was seen before says nothing: the state may have changed behind the outage."""
-    server = FakeServer(Cancelling(), Cancelling(), AWAY, Cancelling(), Cancelling(), Running())
-    work(run, server, until=lambda: server.asked > 10)
 
 
 def test_a_run_that_is_not_cancelled_goes_on(run: RunContext) -> None:
