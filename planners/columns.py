@@ -10,13 +10,13 @@ machine that generate form one process, so processes fit exactly if for every k 
 are machines with k cores free.
 
 What runs today, and so all there is unless what-if opens the rest: one trainer on devices of one machine and type, a
-rank per GPU or one process on cores, no more ranks than a minibatch has groups; replicas on one GPU, or one process on
-cores; and each replica leases whole groups, as many as fit.
+rank per GPU or one process on cores, no more ranks than a minibatch has micro-batches; replicas on one GPU, or one
+process on cores; and each replica leases whole groups, as many as fit.
 """
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 from planners.demand import Demand
@@ -108,11 +108,21 @@ class RolloutColumn:
 
 @dataclass(frozen=True)
 class TrainingWish:
-    """What a person leaves no choice in: who trains, on how many devices, in which ZeRO stage."""
+    """What leaves no choice: a person's word on who trains, on how many devices, in which ZeRO stage; and the ranks
+    that wrote the checkpoint to go on from, of which cores are one, however many."""
 
     device_type: str | None = None
     devices: int | None = None
     zero: int | None = None
+    ranks: int | None = None
+
+    @property
+    def words(self) -> str:
+        """Who is asked to train, such as `planner.train_type h20 and planner.train_devices 4`."""
+        asked = [f"planner.train_type {self.device_type}"] if self.device_type is not None else []
+        asked += [f"planner.train_devices {self.devices}"] if self.devices is not None else []
+        asked += [f"a checkpoint of {self.ranks} ranks"] if self.ranks is not None else []
+        return " and ".join(asked)
 
 
 class Problem:
@@ -140,14 +150,19 @@ class Problem:
         self.sync_mode: SyncMode = sync_mode
         self.profiles = profiles or {}
         self.training_wish = training_wish or TrainingWish()
-        self.serving = ServingCost(model, demand, profiles)
-        self.training = TrainingCost(model, demand, topology.types, profiles)
+        self.serving = ServingCost(model, demand, profiles, full_context=not what_if)
+        self.training = TrainingCost(model, demand, topology.types, profiles, whole_groups=not what_if)
         self.capacity: Counter[tuple[str, int]] = Counter()
         self.machine_counts: Counter[tuple[str, int]] = Counter()
         for node in topology.nodes:
             self.machine_counts[node.type_name, node.devices] += 1
             for k in TENSOR_RANKS:
                 self.capacity[node.type_name, k] += node.devices // k
+
+    @property
+    def most_ranks(self) -> int:
+        """Ranks that may train: those that a minibatch has work for, or those that a checkpoint needs all the same."""
+        return max(self.training.most_ranks, self.training_wish.ranks or 0)
 
     def machine_counts_of(self, device_type: str) -> int:
         """Machines of a type."""
@@ -185,7 +200,7 @@ def rollout_columns(problem: Problem) -> list[RolloutColumn]:
             for cores in range(1, largest + 1) if device.kind == "cpu" else [1]:
                 columns.append(RolloutColumn(name, 1, c, cores * rate, latency / cores, leased, cores))
     if not columns:
-        raise UserError(_fits_nowhere(problem))
+        raise UserError(_cannot_generate(problem))
     return _undominated(columns)
 
 
@@ -215,16 +230,12 @@ def training_columns(problem: Problem) -> list[TrainingColumn]:
     Raises:
         UserError: nothing can train the model.
     """
-    wished = [(stages, sizes) for stages, sizes in _stage_lists(problem) if _is_wished(problem.training_wish, stages)]
+    wished = _wished_stage_lists(problem)
     if not wished:
-        raise UserError(
-            f"planner.train_devices is {problem.training_wish.devices}, but a minibatch has "
-            f"{problem.demand.prompts_per_step // problem.demand.minibatches} groups, each trained whole by one rank: "
-            "more GPUs than groups have no work."
-        )
+        raise UserError(_no_such_trainer(problem))
     found = [column for stages, sizes in wished if (column := _fastest(problem, stages, sizes)) is not None]
     if not found:
-        raise UserError(_fits_nowhere(problem))
+        raise UserError(_cannot_train(problem))
     found.sort(key=lambda c: (c.step_s, c.layout.devices, c.layout.name))
     kept: list[TrainingColumn] = []
     for column in found:
@@ -233,9 +244,31 @@ def training_columns(problem: Problem) -> list[TrainingColumn]:
     return kept
 
 
-def _is_wished(wish: TrainingWish, stages: tuple[Stage, ...]) -> bool:
+def is_wished(wish: TrainingWish, stages: tuple[Stage, ...]) -> bool:
+    """Whether these stages are of the type, the devices and the ranks that are asked for."""
     of_type = wish.device_type is None or all(stage.device_type == wish.device_type for stage in stages)
-    return of_type and wish.devices in (None, sum(stage.devices for stage in stages))
+    ranks = sum(stage.data * stage.tensor for stage in stages)
+    return of_type and wish.devices in (None, sum(stage.devices for stage in stages)) and wish.ranks in (None, ranks)
+
+
+def _wished_stage_lists(problem: Problem) -> list[tuple[tuple[Stage, ...], tuple[int, ...]]]:
+    return [(stages, sizes) for stages, sizes in _stage_lists(problem) if is_wished(problem.training_wish, stages)]
+
+
+def _no_such_trainer(problem: Problem) -> str:
+    """Why no stages are as wished: no machine is that large, or a minibatch has no work for so many ranks."""
+    wish, most = problem.training_wish, problem.training.most_ranks
+    kinds = [kind for kind in problem.topology.types if wish.device_type in (None, kind)]
+    largest = max((node.devices for node in problem.topology.nodes if node.type_name in kinds), default=0)
+    if max(wish.devices or 0, wish.ranks or 0) > largest:
+        return (
+            f"Nothing can train as {wish.words} asks: training takes devices of one type of one machine, and on "
+            f"{problem.topology.name} that are at most {largest} ({', '.join(kinds)})."
+        )
+    return (
+        f"Nothing can train as {wish.words} asks: a minibatch has work for {most} GPUs, one for each micro-batch, "
+        "which is one group or as many as algorithm.tokens_per_micro_batch holds. Train on fewer, or lower that."
+    )
 
 
 def _dominates(a: TrainingColumn, b: TrainingColumn) -> bool:
@@ -250,8 +283,6 @@ def _dominates(a: TrainingColumn, b: TrainingColumn) -> bool:
 
 def _stage_lists(problem: Problem) -> list[tuple[tuple[Stage, ...], tuple[int, ...]]]:
     """All stage lists: one machine in part, whole machines, and, as what-if, pipelines over whole machines."""
-    demand = problem.demand
-    sequences = max(1, (demand.answers_per_step if problem.what_if else demand.prompts_per_step) // demand.minibatches)
     tensors = [k for k in TENSOR_RANKS if problem.model.heads % k == 0] if problem.what_if else [1]
     lists: list[tuple[tuple[Stage, ...], tuple[int, ...]]] = []
     whole: list[tuple[Stage, int]] = []
@@ -261,13 +292,13 @@ def _stage_lists(problem: Problem) -> list[tuple[tuple[Stage, ...], tuple[int, .
             continue
         for tensor in (k for k in tensors if k <= size):
             for devices in range(tensor, size + 1, tensor):
-                if devices // tensor <= sequences:
+                if devices // tensor <= problem.most_ranks:
                     lists.append(((Stage(kind, devices // tensor, tensor, 1),), (size,)))
             if not problem.what_if or size % tensor:
                 continue
             for machines in range(1, count + 1):
                 stage = Stage(kind, machines * size // tensor, tensor, machines)
-                if stage.data <= sequences:
+                if stage.data <= problem.most_ranks:
                     whole.append((stage, size))
                     if machines > 1:
                         lists.append(((stage,), (size,)))
@@ -299,7 +330,7 @@ def _fastest(problem: Problem, stages: tuple[Stage, ...], sizes: tuple[int, ...]
     wished = problem.training_wish.zero
     for zero in (0, 1, 2, 3) if wished is None else (wished,):
         layout = TrainingLayout(stages, zero)
-        if all(memory.fits for memory in problem.training.memory(layout)):
+        if _fits(problem, layout):
             seconds = problem.training.step_s(layout, links)
             if best is None or seconds < best[0]:
                 best = (seconds, layout)
@@ -324,31 +355,49 @@ def best_links(topology: Topology, stages: tuple[Stage, ...]) -> list[float]:
     return inside + between
 
 
-def _fits_nowhere(problem: Problem) -> str:
+def _fits(problem: Problem, layout: TrainingLayout) -> bool:
+    return all(memory.fits for memory in problem.training.memory(layout))
+
+
+def _cannot_train(problem: Problem) -> str:
     """How many GiB are missing where it comes closest, and the smallest thing that would do."""
-    model = problem.model
-    best: tuple[float, str] | None = None
-    zero = 3 if problem.training_wish.zero is None else problem.training_wish.zero
-    for stages, _ in _stage_lists(problem):
-        layout = TrainingLayout(stages, zero)
-        for stage, memory in zip(stages, problem.training.memory(layout), strict=True):
-            short = (memory.total - memory.available) / GIB
-            where = f"training on {stage.devices} × {stage.device_type} (ZeRO {zero})"
-            if best is None or short < best[0]:
-                best = (short, where)
-    longest = problem.demand.prompt.longest + problem.demand.response.longest
-    for name, device in problem.topology.types.items():
-        memory = serving_memory(model, device, 1, longest)
-        if problem.serving.most_answers(device, 1) == 0 and (best is None or best[0] <= 0):
-            best = ((memory.total - memory.available) / GIB, f"a replica on one {name}")
-    short, where = best or (0.0, "anything")
-    needed = (16 + 4) * model.parameters / GIB
+    model, wish = problem.model, problem.training_wish
+    zero = 3 if wish.zero is None else wish.zero
+    layouts = [TrainingLayout(stages, zero) for stages, _ in _wished_stage_lists(problem)]
+    lacks = [max(m.total - m.available for m in problem.training.memory(layout)) for layout in layouts]
+    closest = layouts[lacks.index(min(lacks))]
+    devices = " + ".join(f"{stage.devices} × {stage.device_type}" for stage in closest.stages)
+    higher = "with algorithm.zero_stage 3 " if zero < 3 else ""
+    if higher and any(_fits(problem, replace(layout, zero=3)) for layout in layouts):
+        remedy = f"{higher}it fits"
+    else:
+        remedy = f"{higher}the smallest that would do is {_smallest(problem)}"
+    asked = f" as {wish.words} asks" if wish.words else ""
     return (
-        f"Model {model.name} ({model.parameters / 1e9:.1f} B parameters) fits nowhere on cluster "
-        f"{problem.topology.name}: {where} comes closest and lacks {max(short, 0):.1f} GiB per device. Its training "
-        f"states alone take {needed:.0f} GiB over all devices that train; the smallest that would do is "
-        f"{_smallest(problem)}."
+        f"{_fits_nowhere(problem)}: training on {devices} (ZeRO {zero}){asked} comes closest and lacks "
+        f"{min(lacks) / GIB:.1f} GiB per device. Its training states alone take "
+        f"{(16 + 4) * model.parameters / GIB:.0f} GiB over all devices that train; {remedy}."
     )
+
+
+def _cannot_generate(problem: Problem) -> str:
+    """How many GiB a replica lacks where it comes closest."""
+    longest = problem.serving.longest_tokens
+    lacks = {}
+    for name, device in problem.topology.types.items():
+        needed, there = serving_memory(problem.model, device, 1, longest), serving_memory(problem.model, device, 1)
+        lacks[name] = max(needed.total - needed.available, needed.kv - there.kv)
+    closest = min(lacks, key=lambda name: lacks[name])
+    return (
+        f"{_fits_nowhere(problem)}: a replica on one {closest} comes closest and lacks "
+        f"{lacks[closest] / GIB:.1f} GiB for the weights and a cache of {longest:.0f} tokens. Lower model.max_context, "
+        "or add devices with more memory."
+    )
+
+
+def _fits_nowhere(problem: Problem) -> str:
+    size = f"{problem.model.parameters / 1e9:.1f} B parameters"
+    return f"Model {problem.model.name} ({size}) fits nowhere on cluster {problem.topology.name}"
 
 
 def _smallest(problem: Problem) -> str:
@@ -359,7 +408,7 @@ def _smallest(problem: Problem) -> str:
     for name, device in CATALOGUE.items():
         if device.kind == "cpu":
             continue
-        cost = TrainingCost(problem.model, problem.demand, {name: device})
+        cost = TrainingCost(problem.model, problem.demand, {name: device}, whole_groups=not problem.what_if)
         for devices in range(1, 9):
             if cost.memory(TrainingLayout((Stage(name, devices, 1, 1),), 3))[0].fits:
                 options.append((devices * device.usd_per_h, devices, name))

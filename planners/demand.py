@@ -10,7 +10,11 @@ from planners.workload import Workload
 
 @dataclass(frozen=True)
 class Demand:
-    """Sizes of a step (B, G, η as in `Workload`), the lengths, and what the trainer does with them."""
+    """Sizes of a step (B, G, η as in `Workload`), the lengths, and what the trainer does with them.
+
+    `longest_tokens` is the longest prompt plus answer that must be served. `concurrency` are the answers of a replica,
+    where a person leaves no choice.
+    """
 
     prompts_per_step: int
     group_size: int
@@ -21,6 +25,7 @@ class Demand:
     minibatches: int = 1
     micro_batch_tokens: int = 16384
     reward_s: float = 0.0
+    concurrency: int | None = None
 
     def __post_init__(self) -> None:
         if self.max_staleness < 0:
@@ -37,6 +42,28 @@ class Demand:
     def tokens_per_step(self) -> float:
         """W: response tokens of a step; throughput counts these and nothing else."""
         return self.answers_per_step * self.response.mean
+
+    @cached_property
+    def group_tokens(self) -> float:
+        """Tokens of a mean group in the trainer: its prompt once, and its answers."""
+        return self.prompt.mean + self.group_size * self.response.mean
+
+    @cached_property
+    def largest_group_tokens(self) -> float:
+        """Tokens that 99 % of the groups do not exceed; answers are independent."""
+        deviation = max(0.0, self.response.moment(2) - self.response.mean**2) ** 0.5
+        likely = self.group_size * self.response.mean + 2.33 * deviation * self.group_size**0.5
+        return self.prompt.longest + min(likely, self.group_size * self.response.longest)
+
+    @property
+    def groups_together(self) -> int:
+        """Groups that the trainer packs into one micro-batch; one above its budget goes alone."""
+        return max(1, int(self.micro_batch_tokens // self.group_tokens))
+
+    @property
+    def minibatch_groups(self) -> list[int]:
+        """Groups of each minibatch of a step, the larger ones first."""
+        return [(self.prompts_per_step + i) // self.minibatches for i in reversed(range(self.minibatches))]
 
     @property
     def gate_answers(self) -> int:
@@ -88,11 +115,27 @@ class Demand:
         return self.max_staleness <= 1
 
 
-def demand_of(workload: Workload, minibatches: int = 1, answer_tokens: float | None = None) -> Demand:
+def demand_of(
+    workload: Workload,
+    minibatches: int = 1,
+    answer_tokens: float | None = None,
+    *,
+    micro_batch_tokens: int = Demand.micro_batch_tokens,
+    max_context: int | None = None,
+    concurrency: int | None = None,
+) -> Demand:
     """A workload's demand.
 
     Without a distribution every prompt is as long as it may be, and every answer has `answer_tokens`, or where that is
     not known either `max_new_tokens`.
+
+    Args:
+        workload: sizes of a step.
+        minibatches: optimiser updates of a step.
+        answer_tokens: mean tokens of an answer, as measured.
+        micro_batch_tokens: what the trainer packs groups into.
+        max_context: longest prompt plus answer that replicas must be able to serve; None: what the workload allows.
+        concurrency: answers in flight per replica; None: the planner chooses.
     """
     prompt, response = workload.prompt_lengths, workload.response_lengths
     return Demand(
@@ -101,7 +144,9 @@ def demand_of(workload: Workload, minibatches: int = 1, answer_tokens: float | N
         max_staleness=workload.max_staleness,
         prompt=prompt.lengths() if prompt else constant(workload.max_prompt_tokens),
         response=response.lengths() if response else constant(answer_tokens or workload.max_new_tokens),
-        longest_tokens=workload.max_prompt_tokens + workload.max_new_tokens,
+        longest_tokens=max_context or workload.max_prompt_tokens + workload.max_new_tokens,
         minibatches=minibatches,
+        micro_batch_tokens=micro_batch_tokens,
         reward_s=workload.reward_s,
+        concurrency=concurrency,
     )

@@ -5,13 +5,12 @@ a sync) and none of their columns, bounds or programs, so the tests check the jo
 """
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from planners.columns import Problem, RolloutColumn, TrainingColumn
+from planners.columns import Problem, RolloutColumn, TrainingColumn, is_wished
 from planners.demand import Demand
 from planners.errors import UserError
-from planners.model import Model
 from planners.placement import Placed
 from planners.serving import ServingCost
 from planners.sync import sync_of
@@ -49,7 +48,7 @@ def plan_exhaustively(problem: Problem) -> Placed:
         )
     engines = {n.name: engines_of(problem.serving, problem.demand, n, problem.what_if) for n in topology.nodes}
     best: Placed | None = None
-    for trainer in trainers(problem.training, topology, problem.model, problem.demand, problem.what_if):
+    for trainer in trainers(problem):
         for choice in generations(topology, engines, trainer, problem.demand):
             placed = _placed(problem, trainer, choice, best.step_s if best else float("inf"))
             best = placed or best
@@ -112,8 +111,9 @@ def engines_of(serving: ServingCost, demand: Demand, node: Node, what_if: bool) 
                 rate = serving.tokens_per_s(node.device, devices, answers)
                 found.append((devices, answers, rate, serving.latency_s(node.device, devices, answers), answers))
         return found
-    most = min(serving.most_answers(node.device, 1), gate)
-    whole = {groups * group for groups in {*GROUPS, most // group} if 0 < groups <= most // group}
+    most = min(serving.most_answers(node.device, 1), gate, demand.concurrency or gate)
+    ladder = {most // group} if demand.concurrency else {*GROUPS, most // group}
+    whole = {groups * group for groups in ladder if 0 < groups <= most // group}
     for answers in whole or ({most} if most else set()):
         rate, latency_s = serving.tokens_per_s(node.device, 1, answers), serving.latency_s(node.device, 1, answers)
         for cores in range(1, node.devices + 1) if on_cores else [1]:
@@ -147,41 +147,45 @@ def packings(engines: list[Engine], free: int, gate: int, start: int) -> Iterato
                 yield (engines[i], *rest)
 
 
-def trainers(
-    training: TrainingCost, topology: Topology, model: Model, demand: Demand, what_if: bool
-) -> Iterator[Trainer]:
-    """Every layout on every set of concrete machines."""
-    most = max(1, (demand.answers_per_step if what_if else demand.prompts_per_step) // demand.minibatches)
-    degrees = [k for k in (1, 2, 4, 8) if model.heads % k == 0] if what_if else [1]
+def trainers(problem: Problem) -> Iterator[Trainer]:
+    """Every layout on every set of concrete machines, as far as it is wished."""
+    wish = problem.training_wish
+    for trainer in _all_trainers(problem, range(4) if wish.zero is None else (wish.zero,)):
+        if is_wished(wish, trainer.layout.stages):
+            yield trainer
+
+
+def _all_trainers(problem: Problem, zeros: Sequence[int]) -> Iterator[Trainer]:
+    training, topology, what_if, most = problem.training, problem.topology, problem.what_if, problem.most_ranks
+    degrees = [k for k in (1, 2, 4, 8) if problem.model.heads % k == 0] if what_if else [1]
     for node in topology.nodes:
         if node.device.kind == "cpu":
             for cores in range(1, node.devices + 1):
-                yield from _costed(training, topology, ((node,),), (Stage(node.type_name, 1, 1, 1, cores),))
+                yield from _costed(training, topology, ((node,),), (Stage(node.type_name, 1, 1, 1, cores),), zeros)
             continue
         for tensor, data in itertools.product(degrees, range(1, node.devices + 1)):
             if tensor * data <= node.devices and data <= most:
-                yield from _costed(training, topology, ((node,),), (Stage(node.type_name, data, tensor, 1),))
+                yield from _costed(training, topology, ((node,),), (Stage(node.type_name, data, tensor, 1),), zeros)
     if not what_if:
         return
     for count in range(1, len(topology.nodes) + 1):
         for nodes in itertools.permutations(topology.nodes, count):
-            yield from _whole(training, topology, nodes, degrees, most)
+            yield from _whole(problem, nodes, degrees, zeros)
 
 
-def _whole(
-    training: TrainingCost, topology: Topology, nodes: tuple[Node, ...], degrees: list[int], most: int
-) -> Iterator[Trainer]:
+def _whole(problem: Problem, nodes: tuple[Node, ...], degrees: list[int], zeros: Sequence[int]) -> Iterator[Trainer]:
     """Layouts that take these machines entirely: data parallel, a pipeline of equals, or two types in turn."""
+    training, topology, most = problem.training, problem.topology, problem.most_ranks
     kinds = [(n.type_name, n.devices) for n in nodes]
     if len(set(kinds)) == 1:
         kind, size = kinds[0]
         for tensor in (k for k in degrees if size % k == 0):
             data = len(nodes) * size // tensor
             if len(nodes) > 1 and data <= most:
-                yield from _costed(training, topology, (nodes,), (Stage(kind, data, tensor, len(nodes)),))
+                yield from _costed(training, topology, (nodes,), (Stage(kind, data, tensor, len(nodes)),), zeros)
             if 2 <= len(nodes) <= 4 and size // tensor <= most:
                 stages = tuple(Stage(kind, size // tensor, tensor, 1) for _ in nodes)
-                yield from _costed(training, topology, tuple((n,) for n in nodes), stages)
+                yield from _costed(training, topology, tuple((n,) for n in nodes), stages, zeros)
     for cut in range(1, len(nodes)):
         first, second = nodes[:cut], nodes[cut:]
         if len({*kinds[:cut]}) > 1 or len({*kinds[cut:]}) > 1 or not kinds[0][0] < kinds[cut][0]:
@@ -192,15 +196,19 @@ def _whole(
             if size_a % a or size_b % b or data != len(second) * size_b // b or data > most:
                 continue
             stages = (Stage(kind_a, data, a, len(first)), Stage(kind_b, data, b, len(second)))
-            yield from _costed(training, topology, (first, second), stages)
+            yield from _costed(training, topology, (first, second), stages, zeros)
 
 
 def _costed(
-    training: TrainingCost, topology: Topology, nodes: tuple[tuple[Node, ...], ...], stages: tuple[Stage, ...]
+    training: TrainingCost,
+    topology: Topology,
+    nodes: tuple[tuple[Node, ...], ...],
+    stages: tuple[Stage, ...],
+    zeros: Sequence[int],
 ) -> Iterator[Trainer]:
     links = [min((topology.link(a, b) for a, b in itertools.combinations(group, 2)), default=1e18) for group in nodes]
     links += [min(topology.link(a, b) for a in x for b in y) for x, y in itertools.pairwise(nodes)]
-    layouts = [TrainingLayout(stages, zero) for zero in range(4)]
+    layouts = [TrainingLayout(stages, zero) for zero in zeros]
     fitting = [layout for layout in layouts if all(m.fits for m in training.memory(layout))]
     if fitting:
         fastest = min(fitting, key=lambda layout: training.step_s(layout, links))

@@ -30,9 +30,13 @@ def plan_machine(
     workload: Workload,
     *,
     minibatches: int = 1,
+    micro_batch_tokens: int = Demand.micro_batch_tokens,
+    max_context: int | None = None,
+    concurrency: int | None = None,
     zero_stage: int | None = None,
     train_type: str | None = None,
     train_devices: int | None = None,
+    train_ranks: int | None = None,
     device_types: Collection[str] | None = None,
 ) -> ClusterPlan:
     """The fastest plan that can be started on this machine, explained.
@@ -44,9 +48,13 @@ def plan_machine(
         workload: sizes of a step and the staleness bound. Answers are as long as its `response_lengths` say; without
             them, as the longest mean that a profile saw; without that, `max_new_tokens`, the upper bound.
         minibatches: optimiser updates of a step.
+        micro_batch_tokens: what the trainer packs groups into.
+        max_context: longest prompt plus answer that replicas are started for; None: what the workload allows.
+        concurrency: answers in flight per replica; None: the planner chooses.
         zero_stage: DeepSpeed ZeRO stage of the trainer; None: the planner chooses.
         train_type: train on this type only; None: any.
         train_devices: train on exactly this many devices; None: any number.
+        train_ranks: train with exactly this many ranks, as the checkpoint that is gone on from; None: any number.
         device_types: use only these types; None: all.
 
     Raises:
@@ -61,8 +69,15 @@ def plan_machine(
             )
     topology = discovered(machine.name, [chosen], profiles)
     seen = [tokens for name in topology.types if (tokens := profiles[name].answer_tokens) is not None]
-    demand = demand_of(workload, minibatches, max(seen, default=None))
-    wish = TrainingWish(train_type, train_devices, zero_stage)
+    demand = demand_of(
+        workload,
+        minibatches,
+        max(seen, default=None),
+        micro_batch_tokens=micro_batch_tokens,
+        max_context=max_context,
+        concurrency=concurrency,
+    )
+    wish = TrainingWish(train_type, train_devices, zero_stage, train_ranks)
     plan = with_simulated_step(make_plan(topology, model, demand, profiles=profiles, training_wish=wish))
     words = "\n".join([explain(plan), *_next_devices(plan, topology, model, demand, profiles, wish), *_cautions(plan)])
     return plan.model_copy(update={"explanation": words})
@@ -122,7 +137,7 @@ def check_devices(
 
 def _choose_devices(machine: Machine, device_types: Collection[str] | None) -> Machine:
     for name in sorted(device_types or ()):
-        _check_type(name, machine.count_by_type(), "cluster.device_types")
+        check_type(name, machine.count_by_type(), "cluster.device_types", "this machine")
     devices = [d for d in machine.devices if device_types is None or d.device_type in device_types]
     if len(devices) < 2:
         found = ", ".join(f"{d.device_type} {d.index}" for d in devices) or "none"
@@ -134,17 +149,22 @@ def _choose_devices(machine: Machine, device_types: Collection[str] | None) -> M
     return Machine(name=machine.name, devices=tuple(devices))
 
 
-def _check_type(name: str, counts: Mapping[str, int], key: str) -> None:
+def check_type(name: str, counts: Mapping[str, int], key: str, where: str) -> None:
+    """Refuse a device type that is not there.
+
+    Raises:
+        UserError: `key` of the experiment names it, but `where` lacks it; the nearest is named.
+    """
     if name in counts:
         return
     near = difflib.get_close_matches(name, counts, n=1, cutoff=0.5)
     hint = f"did you mean '{near[0]}'?" if near else f"found: {', '.join(counts) or 'none'}"
-    raise UserError(f"{key} names the device type '{name}', which this machine lacks ({hint}).")
+    raise UserError(f"{key} names the device type '{name}', which {where} lacks ({hint}).")
 
 
 def _check_training(counts: Mapping[str, int], train_type: str | None, train_devices: int | None) -> None:
     if train_type is not None:
-        _check_type(train_type, counts, "planner.train_type")
+        check_type(train_type, counts, "planner.train_type", "this machine")
     if train_devices is None:
         return
     types = [train_type] if train_type is not None else list(counts)

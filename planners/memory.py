@@ -58,6 +58,7 @@ def training_memory(
     layer_share: float,
     zero: int,
     micro_batches_in_flight: int = 1,
+    whole_groups: bool = False,
 ) -> Memory:
     """One training rank.
 
@@ -67,6 +68,7 @@ def training_memory(
         layer_share: share of the layers in this pipeline stage; 1 without a pipeline.
         zero: DeepSpeed ZeRO stage.
         micro_batches_in_flight: micro-batches whose activations a pipeline stage holds (1F1B).
+        whole_groups: whether micro-batches are of whole groups, as the trainer packs them today.
     """
     element = model.element_bytes
     parameters = model.parameters * layer_share / tensor_ranks
@@ -74,7 +76,7 @@ def training_memory(
     states = (16 if element == 2 else 8) * parameters
     weights = element * (parameters / data_ranks + layer if zero == 3 else parameters)
     gradients = element * (layer if zero == 3 else parameters / data_ranks if zero == 2 else parameters)
-    tokens = micro_batch_tokens(demand, data_ranks)
+    tokens = micro_batch_tokens(demand, data_ranks, whole_groups=whole_groups)
     inputs = tokens * model.hidden * model.layers * layer_share * element * micro_batches_in_flight
     width = (
         4 * model.hidden + (3 * model.intermediate + 2 * (model.heads + model.kv_heads) * model.head_dim) / tensor_ranks
@@ -92,8 +94,14 @@ def training_memory(
     )
 
 
-def micro_batch_tokens(demand: Demand, data_ranks: int) -> float:
-    """Tokens of the largest micro-batch: the budget, at least one longest sequence, at most a rank's whole share."""
+def micro_batch_tokens(demand: Demand, data_ranks: int, *, whole_groups: bool = False) -> float:
+    """Tokens of the largest micro-batch: the budget, at least one longest sequence, at most a rank's whole share.
+
+    Whole groups are packed before they are dealt to ranks: at least the largest group, at most the minibatch.
+    """
+    if whole_groups:
+        minibatch = demand.minibatch_groups[0] * demand.group_tokens
+        return max(demand.largest_group_tokens, min(float(demand.micro_batch_tokens), minibatch))
     longest = min(float(demand.longest_tokens), demand.prompt.longest + demand.response.longest)
     sequences = demand.answers_per_step / demand.minibatches / data_ranks
     share = sequences * (demand.response.mean + demand.prompt.mean / demand.group_size)

@@ -9,7 +9,8 @@ cache is c·E[context] (renewal theory, `Demand.context`) and c/E[l] answers sta
 
     t̄(c) = t(c, c·E[context]) + c·p/E[l]        h(c) = c / t̄(c)        latency(l) = ⌈G/c⌉·l·t̄(c)
 
-c is limited by the KV cache: c·E[context] + 2.33·σ·√c tokens must fit (99 % of the time), and one longest answer.
+c is limited by the KV cache: c·E[context] + 2.33·σ·√c tokens must fit (99 % of the time), and one longest answer: the
+longest that occurs, or, for replicas as they are started today, the longest that may occur, else vLLM does not start.
 A process on several cores is as many times as fast as one core, which is optimistic: they share memory bandwidth.
 """
 
@@ -59,10 +60,19 @@ class Iteration:
 class ServingCost:
     """Generation of one model under one demand; device types with a measured profile use that instead."""
 
-    def __init__(self, model: Model, demand: Demand, profiles: Mapping[str, DeviceProfile] | None = None) -> None:
+    def __init__(
+        self,
+        model: Model,
+        demand: Demand,
+        profiles: Mapping[str, DeviceProfile] | None = None,
+        *,
+        full_context: bool = False,
+    ) -> None:
         self.model = model
         self.demand = demand
         self.profiles = profiles or {}
+        occurs = demand.prompt.longest + demand.response.longest
+        self.longest_tokens = max(occurs, float(demand.longest_tokens)) if full_context else occurs
         self._bases: dict[tuple[DeviceType, int, int], float] = {}
 
     def tensor_ranks(self, device: DeviceType, devices_per_machine: int) -> list[int]:
@@ -72,8 +82,7 @@ class ServingCost:
     def most_answers(self, device: DeviceType, ranks: int) -> int:
         """Largest concurrency that the KV cache allows; 0 if not even the longest answer fits."""
         capacity = kv_capacity_tokens(self.model, device, ranks)
-        longest = self.demand.prompt.longest + self.demand.response.longest
-        if capacity < longest:
+        if capacity < self.longest_tokens:
             return 0
         mean, spread = self.demand.context, 2.33 * self.demand.context_deviation
         root = (-spread + (spread**2 + 4 * mean * capacity) ** 0.5) / (2 * mean)
@@ -85,12 +94,16 @@ class ServingCost:
         return [c for c in CONCURRENCIES if c < most] + ([most] if most else [])
 
     def group_concurrencies(self, device: DeviceType) -> list[int]:
-        """The concurrencies of a replica on one device that leases whole groups; where none fits, what fits of one."""
-        group = self.demand.group_size
-        most = min(self.most_answers(device, 1), self.demand.gate_answers)
+        """The concurrencies of a replica on one device that leases whole groups; where none fits, what fits of one.
+
+        Where a person has said how many answers, the nearest below.
+        """
+        group, wished = self.demand.group_size, self.demand.concurrency
+        most = min(self.most_answers(device, 1), self.demand.gate_answers, wished or self.demand.gate_answers)
         if most < group:
             return [most] if most else []
-        return [groups * group for groups in GROUPS if groups < most // group] + [most // group * group]
+        fewer = [] if wished else [groups * group for groups in GROUPS if groups < most // group]
+        return [*fewer, most // group * group]
 
     def iteration(self, device: DeviceType, ranks: int, most: int) -> Iteration:
         """Costs of one iteration for 1 … `most` answers in progress."""

@@ -14,10 +14,14 @@ Cores train as one rank with a thread per core, at as many times the rate of one
 trains at the measured rate times its devices. Both are optimistic: cores share memory bandwidth, and ranks exchange
 gradients.
 
+Today's trainer packs whole groups, here all of the mean size, into micro-batches and deals these to ranks: d ranks are
+as many times as fast as one only as far as micro-batches can be dealt evenly. That holds for measured types too.
+
 Layers go to stages in proportion to their compute. The terms are added, as in HexGen (arXiv 2311.11514).
 """
 
 import heapq
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -83,11 +87,14 @@ class TrainingCost:
         demand: Demand,
         types: Mapping[str, DeviceType],
         profiles: Mapping[str, DeviceProfile] | None = None,
+        *,
+        whole_groups: bool = False,
     ) -> None:
         self.model = model
         self.demand = demand
         self.types = types
         self.profiles = profiles or {}
+        self.whole_groups = whole_groups
         answers, response, prompt = demand.answers_per_step, demand.response, demand.prompt
         self._tokens = demand.prompts_per_step * prompt.mean + answers * response.mean
         squared = response.moment(2) + 2 * prompt.mean * response.mean + prompt.moment(2) / demand.group_size
@@ -105,7 +112,8 @@ class TrainingCost:
         stages, model, demand = layout.stages, self.model, self.demand
         if len(stages) == 1 and stages[0].device_type in self.profiles:
             profile = self.profiles[stages[0].device_type]
-            return demand.tokens_per_step / (profile.training_tokens_per_s * stages[0].devices)
+            even_s = demand.tokens_per_step / (profile.training_tokens_per_s * stages[0].devices)
+            return even_s * self.imbalance(stages[0].data) if self.whole_groups else even_s
         shares = self.layer_shares(stages)
         slowest_s = max(
             self._stage_s(stage, layout.zero, share, last=i == len(stages) - 1, link=links[i])
@@ -122,8 +130,18 @@ class TrainingCost:
         compute = [s.devices * self._speed(s) for s in stages]
         return [c / sum(compute) for c in compute]
 
+    @property
+    def most_ranks(self) -> int:
+        """Ranks that a minibatch has work for: one per micro-batch of whole groups, else one per answer."""
+        demand = self.demand
+        if self.whole_groups:
+            return math.ceil(demand.minibatch_groups[0] / demand.groups_together)
+        return max(1, demand.answers_per_step // demand.minibatches)
+
     def micro_batches(self, data_ranks: int) -> float:
         """Micro-batches of one rank in one minibatch."""
+        if self.whole_groups:
+            return float(math.ceil(self.most_ranks / data_ranks))
         per_rank = self._tokens / self.demand.minibatches / data_ranks
         return max(1.0, per_rank / micro_batch_tokens(self.demand, data_ranks))
 
@@ -140,12 +158,15 @@ class TrainingCost:
                 layer_share=share,
                 zero=layout.zero,
                 micro_batches_in_flight=depth - i,
+                whole_groups=self.whole_groups,
             )
             for i, (stage, share) in enumerate(zip(layout.stages, self.layer_shares(layout.stages), strict=True))
         ]
 
     def imbalance(self, data_ranks: int) -> float:
         """Largest over mean work of the ranks when a minibatch is packed greedily, longest answers first."""
+        if self.whole_groups:
+            return self._imbalance_of_groups(data_ranks)
         if data_ranks not in self._imbalances:
             count = max(1, self.demand.answers_per_step // self.demand.minibatches)
             points, prompt = self.demand.response.points, self.demand.prompt.mean
@@ -158,6 +179,14 @@ class TrainingCost:
                 heapq.heapreplace(loads, loads[0] + cost)
             self._imbalances[data_ranks] = max(loads) * data_ranks / sum(loads)
         return self._imbalances[data_ranks]
+
+    def _imbalance_of_groups(self, data_ranks: int) -> float:
+        """The same when whole groups are packed into full micro-batches and one rest, and these dealt to the ranks."""
+        together, busiest = self.demand.groups_together, 0
+        for groups in self.demand.minibatch_groups:
+            full, rest = divmod(groups, together)
+            busiest += max(math.ceil(full / data_ranks) * together, full // data_ranks * together + rest)
+        return data_ranks * busiest / self.demand.prompts_per_step
 
     def _speed(self, stage: Stage) -> float:
         device = self.types[stage.device_type]

@@ -1,15 +1,16 @@
 """Plans made from an experiment: for this machine, as `rl` runs them, and for a described cluster."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from planners.cluster import Machine
 from planners.cluster_plan import ClusterPlan
+from planners.columns import TrainingWish
 from planners.demand import Demand, demand_of
 from planners.explain import budget_curve, explain, next_device_gains
-from planners.machine import plan_machine
+from planners.machine import check_type, plan_machine
 from planners.make import make_plan
 from planners.model import Model, read_model
 from planners.profile import DeviceProfile
@@ -44,15 +45,21 @@ class ClusterStudy:
     def budget_curve(self) -> list[tuple[float, ClusterPlan]]:
         """The best plan for quarters of what the whole cluster costs, in USD/h; budgets that buy none are left out."""
         whole = sum(node.device.usd_per_h * node.devices for node in self.topology.nodes)
-        how = {key: self.wishes[key] for key in ("what_if", "sync_mode") if key in self.wishes}
+        how = {key: self.wishes[key] for key in ("what_if", "sync_mode", "training_wish") if key in self.wishes}
         budgets = [share * whole for share in _CURVE]
         return list(budget_curve(self.topology, self.model, self.demand, budgets, **how))
 
 
 def plan_here(
-    experiment: Experiment, machine: Machine, profiles: Mapping[str, DeviceProfile], model_path: Path
+    experiment: Experiment,
+    machine: Machine,
+    profiles: Mapping[str, DeviceProfile],
+    model_path: Path,
+    train_ranks: int | None = None,
 ) -> ClusterPlan:
     """The fastest plan of this machine under the measured rates and the experiment's wishes.
+
+    A run that goes on from a checkpoint needs the `train_ranks` that wrote it.
 
     Raises:
         UserError: too few devices, a wish that leaves no plan, or a model that does not fit.
@@ -63,15 +70,21 @@ def plan_here(
         read_model(model_path, _BYTES[experiment.model.dtype]),
         experiment.workload,
         minibatches=experiment.algorithm.minibatches,
+        micro_batch_tokens=experiment.algorithm.tokens_per_micro_batch,
+        max_context=experiment.model.max_context,
+        concurrency=experiment.rollout.concurrency,
         zero_stage=experiment.algorithm.zero_stage,
         train_type=experiment.planner.train_type,
         train_devices=experiment.planner.train_devices,
+        train_ranks=train_ranks,
         device_types=experiment.cluster.device_types,
     )
 
 
 def study_cluster(experiment: Experiment, cluster: Path, settings: Settings, **wishes: Any) -> ClusterStudy:
-    """Plan an experiment for a cluster file.
+    """Plan an experiment for a cluster file, on the device types that it may use.
+
+    What it says about trainer and replicas is kept to, unless what-if opens layouts that it has no words for.
 
     Raises:
         UserError: bad input, nothing fits, or the wish cannot be met.
@@ -80,7 +93,34 @@ def study_cluster(experiment: Experiment, cluster: Path, settings: Settings, **w
     # A plan needs the model's sizes only, so a directory without weights will do.
     directory = source if source.is_dir() else prepare_model(experiment.model, settings)
     model = read_model(directory, _BYTES[experiment.model.dtype])
-    topology = read_cluster(cluster)
-    demand = demand_of(experiment.workload, experiment.algorithm.minibatches)
+    topology = _allowed(read_cluster(cluster), experiment.cluster.device_types)
+    demand, planner = demand_for(experiment), experiment.planner
+    if wishes.get("what_if"):
+        demand = replace(demand, concurrency=None)
+    else:
+        if planner.train_type is not None:
+            check_type(planner.train_type, topology.counts, "planner.train_type", f"cluster {topology.name}")
+        wishes["training_wish"] = TrainingWish(
+            planner.train_type, planner.train_devices, experiment.algorithm.zero_stage
+        )
     plan = with_simulated_step(make_plan(topology, model, demand, **wishes))
     return ClusterStudy(plan, topology, model, demand, wishes)
+
+
+def demand_for(experiment: Experiment) -> Demand:
+    """What a step of the experiment asks, where no answers were measured."""
+    return demand_of(
+        experiment.workload,
+        experiment.algorithm.minibatches,
+        micro_batch_tokens=experiment.algorithm.tokens_per_micro_batch,
+        max_context=experiment.model.max_context,
+        concurrency=experiment.rollout.concurrency,
+    )
+
+
+def _allowed(topology: Topology, device_types: list[str] | None) -> Topology:
+    """The cluster with only the device types that may be used."""
+    for name in device_types or ():
+        check_type(name, topology.counts, "cluster.device_types", f"cluster {topology.name}")
+    kinds = topology.counts if device_types is None else device_types
+    return topology.restricted({node.name: node.devices for node in topology.nodes if node.type_name in kinds})

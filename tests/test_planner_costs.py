@@ -1,5 +1,6 @@
 """The cost and memory models: limits they must respect, whatever the constants."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -83,6 +84,23 @@ def test_packing_never_does_better_than_even(ranks: int) -> None:
     assert cost.imbalance(ranks) <= ranks
 
 
+@pytest.mark.parametrize("ranks", [1, 2, 3, 7, 8])
+@pytest.mark.parametrize(("groups", "budget"), [(8, 100), (8, 700), (9, 700), (9, 2000), (16, 1000)])
+def test_ranks_wait_for_the_busiest_as_the_trainer_deals_groups(groups: int, budget: int, ranks: int) -> None:
+    from tasks.exchange.trajectories import Outcome, Segment, Trajectory
+    from tasks.training.packing import TrainingGroup, deal, pack
+
+    answer = Trajectory((Segment((1,) * 64, (-1.0,) * 64, 0, "r"),), Outcome.SCORED, 1.0)
+    group = TrainingGroup((1,) * 60, (answer,) * 4, (0.0,) * 4)
+    loads = [
+        sum(len(m.targets) for m in hand if len(m.targets) > 1) for hand in deal(pack([group] * groups, budget), ranks)
+    ]
+    demand = Demand(groups, 4, 2, constant(60), constant(64), 512, micro_batch_tokens=budget)
+    cost = TrainingCost(MODEL, demand, CATALOGUE, whole_groups=True)
+    assert cost.imbalance(ranks) == pytest.approx(ranks * max(loads) / sum(loads))
+    assert cost.most_ranks == len(pack([group] * groups, budget))
+
+
 def test_a_slower_link_makes_a_slower_step() -> None:
     cost = TrainingCost(MODEL, DEMAND, CATALOGUE)
     two = layout("h800-sxm", 16, machines=2)
@@ -136,6 +154,21 @@ def test_memory_names_every_part_and_a_micro_batch_holds_the_longest_answer() ->
     assert m.total == m.weights + m.gradients + m.optimiser + m.activations + m.kv + m.workspace
     assert micro_batch_tokens(DEMAND, 8) >= 27648
     assert 20 * GIB < m.total < 72 * GIB
+
+
+def test_a_micro_batch_of_whole_groups_holds_the_largest_group() -> None:
+    """16 answers of 5,000 tokens and their prompt, and more where answers differ: not the budget, nor one answer."""
+    mean = 250 + 16 * LENGTHS.mean
+    assert 1.2 * mean < micro_batch_tokens(DEMAND, 8, whole_groups=True) < 1.5 * mean
+    even = replace(DEMAND, response=constant(5000), group_size=2)
+    assert micro_batch_tokens(even, 8, whole_groups=True) == 16384  # the budget holds one such group, and no minibatch
+    one = replace(even, micro_batch_tokens=1024)
+    assert micro_batch_tokens(one, 8, whole_groups=True) == 250 + 2 * 5000
+    together = training_memory(
+        MODEL, DEMAND, H800, data_ranks=8, tensor_ranks=1, layer_share=1.0, zero=3, whole_groups=True
+    )
+    alone = training_memory(MODEL, DEMAND, H800, data_ranks=8, tensor_ranks=1, layer_share=1.0, zero=3)
+    assert together.activations > 2 * alone.activations
 
 
 def test_sync_modes_cost_what_their_formulas_say() -> None:

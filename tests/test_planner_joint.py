@@ -55,7 +55,8 @@ def demands(draw: st.DrawFn) -> Demand:
     mean = draw(st.sampled_from([50.0, 400.0]))
     lengths = LogNormal(mean=mean, q99=draw(st.sampled_from([1.5, 3.0])) * mean, cap=4000).lengths()
     staleness, reward_s = draw(st.sampled_from([0, 1, 3])), draw(st.sampled_from([0.0, 0.5]))
-    return Demand(2, 2, staleness, constant(50), lengths, 4096, reward_s=reward_s)
+    budget = draw(st.sampled_from([256, 16384]))  # a group or two for each rank, or all for one
+    return Demand(2, 2, staleness, constant(50), lengths, 4096, micro_batch_tokens=budget, reward_s=reward_s)
 
 
 modes = st.sampled_from(["storage", "blocking", "tree", "overlapped"])

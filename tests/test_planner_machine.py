@@ -27,6 +27,8 @@ from tests.plan_support import TINY, profile_of
 Kind = Literal["cuda", "cpu"]
 Counts = dict[tuple[str, Kind], int]
 Profiles = dict[str, DeviceProfile]
+Packing = dict[str, int]
+"""How the trainer cuts a step: `minibatches` and `micro_batch_tokens`."""
 rates = st.integers(1, 100).map(float)
 
 
@@ -45,8 +47,8 @@ def machine_of(counts: Counts, memory_bytes: int = 2**36) -> Machine:
 
 
 @st.composite
-def problems(draw: st.DrawFn) -> tuple[Counts, Profiles, Workload]:
-    """A small machine with one or two device types, their profiles, and a workload."""
+def problems(draw: st.DrawFn) -> tuple[Counts, Profiles, Workload, Packing]:
+    """A small machine with one or two device types, their profiles, a workload, and how a step is cut."""
     names = draw(st.sampled_from([["a"], ["a", "b"]]))
     counts: Counts = {(name, draw(st.sampled_from(["cuda", "cpu"]))): draw(st.integers(1, 3)) for name in names}
     if sum(counts.values()) < 2:
@@ -61,16 +63,40 @@ def problems(draw: st.DrawFn) -> tuple[Counts, Profiles, Workload]:
         max_staleness=draw(st.integers(0, 3)),
         reward_s=draw(st.sampled_from([0.0, 1.5])),
     )
-    return counts, profiles, workload
+    minibatches = draw(st.integers(1, workload.prompts_per_step))
+    return counts, profiles, workload, cut(minibatches, draw(st.sampled_from([1, 200, 1000])))
 
 
-def best_step_s(counts: Counts, profiles: Profiles, workload: Workload) -> float:
+def cut(minibatches: int = 1, micro_batch_tokens: int = 1) -> Packing:
+    return {"minibatches": minibatches, "micro_batch_tokens": micro_batch_tokens}
+
+
+def busiest_share(workload: Workload, packing: Packing, ranks: int) -> float:
+    """Of a step's groups, the share that is on the busiest rank of each minibatch: packed and dealt one by one."""
+    size = workload.max_prompt_tokens + workload.group_size * workload.max_new_tokens
+    waits = 0
+    for k in range(packing["minibatches"]):
+        bins: list[int] = []
+        for _ in range(workload.prompts_per_step)[k :: packing["minibatches"]]:
+            if bins and (bins[-1] + 1) * size <= packing["micro_batch_tokens"]:
+                bins[-1] += 1
+            else:
+                bins.append(1)
+        loads = [0] * ranks
+        for groups in bins:
+            loads[loads.index(min(loads))] += groups
+        waits += max(loads)
+    return waits / workload.prompts_per_step
+
+
+def best_step_s(counts: Counts, profiles: Profiles, workload: Workload, packing: Packing) -> float:
     """Shortest step over every trainer and every way to hand out cores and groups, by brute force."""
     groups, answers = workload.prompts_per_step, workload.prompts_per_step * workload.group_size
     steps = []
     for (name, kind), count in counts.items():
-        for k in range(1, count + 1 if kind == "cpu" else min(count, groups) + 1):
-            train_s = answers * workload.max_new_tokens / (k * profiles[name].training_tokens_per_s)
+        for k in range(1, count + 1):
+            share = 1 / k if kind == "cpu" else busiest_share(workload, packing, k)
+            train_s = answers * workload.max_new_tokens / profiles[name].training_tokens_per_s * share
             for replicas in hand_outs({**counts, (name, kind): count - k}, max(1, workload.max_staleness) * groups):
                 steps.append(step_s(train_s, profiles[name].publish_s, replicas, profiles, workload))
     return min(steps)
@@ -114,6 +140,7 @@ SLOW_LOADS = (
         "b": profile_of("b", {1: 63.0, 2: 97.0, 4: 20.0, 8: 3.0}, 47.0, publish_s=3.0, load_s=13.0),
     },
     Workload(prompts_per_step=3, group_size=3, max_new_tokens=20, max_staleness=2),
+    cut(),
 )
 """Loading takes longer than training and decides how long an answer may take."""
 BATCHED: dict[int, float] = {4: 20.0, 8: 30.0, 16: 45.0, 32: 55.0}
@@ -121,12 +148,14 @@ MANY_CORES = (
     {("a", "cpu"): 9},
     {"a": profile_of("a", BATCHED, 40.0, publish_s=0.5)},
     Workload(prompts_per_step=3, group_size=4, max_new_tokens=20, max_staleness=2),
+    cut(),
 )
 """Of the fastest batches the latency decides."""
 TWO_KINDS_OF_CORES = (
     {("a", "cpu"): 4, ("b", "cpu"): 3},
     {"a": profile_of("a", BATCHED, 40.0), "b": profile_of("b", {4: 9.0, 16: 30.0}, 15.0, publish_s=2.0)},
     Workload(prompts_per_step=2, group_size=4, max_new_tokens=20, max_staleness=2),
+    cut(),
 )
 
 
@@ -135,10 +164,10 @@ TWO_KINDS_OF_CORES = (
 @example(MANY_CORES)
 @example(TWO_KINDS_OF_CORES)
 @given(problems())
-def test_the_plan_is_the_best_there_is(problem: tuple[Counts, Profiles, Workload]) -> None:
-    counts, profiles, workload = problem
-    plan = plan_machine(machine_of(counts), profiles, TINY, workload)
-    best = best_step_s(counts, profiles, workload)
+def test_the_plan_is_the_best_there_is(problem: tuple[Counts, Profiles, Workload, Packing]) -> None:
+    counts, profiles, workload, packing = problem
+    plan = plan_machine(machine_of(counts), profiles, TINY, workload, **packing)
+    best = best_step_s(counts, profiles, workload, packing)
     assert plan.step_s == pytest.approx(best, rel=1e-6)
     assert plan.gap <= 1e-6
     check_can_start(plan, machine_of(counts), workload)
@@ -165,24 +194,27 @@ def check_can_start(plan: ClusterPlan, machine: Machine, workload: Workload) -> 
 @examples(20)
 @given(problems(), st.data())
 def test_one_more_device_of_a_type_is_never_worse(
-    problem: tuple[Counts, Profiles, Workload], data: st.DataObject
+    problem: tuple[Counts, Profiles, Workload, Packing], data: st.DataObject
 ) -> None:
-    counts, profiles, workload = problem
+    counts, profiles, workload, packing = problem
     grown = data.draw(st.sampled_from(list(counts)))
     more = {key: count + (key == grown) for key, count in counts.items()}
-    before = plan_machine(machine_of(counts), profiles, TINY, workload)
-    after = plan_machine(machine_of(more), profiles, TINY, workload)
+    before = plan_machine(machine_of(counts), profiles, TINY, workload, **packing)
+    after = plan_machine(machine_of(more), profiles, TINY, workload, **packing)
     assert after.step_s <= before.step_s * (1 + 1e-6)
 
 
 @examples(10)
 @given(problems(), st.randoms(use_true_random=False))
-def test_the_order_of_devices_changes_nothing(problem: tuple[Counts, Profiles, Workload], random: object) -> None:
-    counts, profiles, workload = problem
+def test_the_order_of_devices_changes_nothing(
+    problem: tuple[Counts, Profiles, Workload, Packing], random: object
+) -> None:
+    counts, profiles, workload, packing = problem
     machine = machine_of(counts)
     shuffled = list(machine.devices)
     random.shuffle(shuffled)  # type: ignore[attr-defined]
-    plans = [plan_machine(m, profiles, TINY, workload) for m in (machine, Machine(name="host", devices=shuffled))]
+    machines = (machine, Machine(name="host", devices=shuffled))
+    plans = [plan_machine(m, profiles, TINY, workload, **packing) for m in machines]
     first, second = (plan.model_copy(update={"solve_s": 0.0}) for plan in plans)
     assert first == second
 
@@ -244,7 +276,7 @@ def test_latencies_of_cores_cost_no_binaries_and_no_further_solves(monkeypatch: 
 
     minimise = joint.minimise
     monkeypatch.setattr(joint, "minimise", counted)
-    _, profiles, workload = MANY_CORES
+    _, profiles, workload, _ = MANY_CORES
     topology = discovered("host", [machine_of({("a", "cpu"): 20})], profiles)
     plan = make_plan(topology, TINY, demand_of(workload), profiles=profiles)
     assert integers == [{"y", "z"}] * 2
@@ -253,7 +285,7 @@ def test_latencies_of_cores_cost_no_binaries_and_no_further_solves(monkeypatch: 
 
 
 def test_the_highest_rate_counts_every_core_once() -> None:
-    _, profiles, workload = MANY_CORES
+    _, profiles, workload, _ = MANY_CORES
     problem = Problem(
         discovered("host", [machine_of({("a", "cpu"): 9})], profiles), TINY, demand_of(workload), profiles=profiles
     )
@@ -357,8 +389,44 @@ def test_wishes_are_kept() -> None:
     assert placements(plan).training.device_type == "b"
     used = placements(plan_machine(machine, profiles, TINY, Workload(), device_types=["b"]))
     assert {p.device_type for p in used.all} == {"b"}
-    gpus = plan_machine(machine_of({("a", "cuda"): 3}), profiles, TINY, Workload(), zero_stage=2, train_devices=2)
+    three = machine_of({("a", "cuda"): 3})
+    gpus = plan_machine(three, profiles, TINY, Workload(), zero_stage=2, train_devices=2, micro_batch_tokens=1)
     assert (gpus.training.zero, placements(gpus).training.ranks) == (2, 2)
+
+
+@pytest.mark.parametrize(("micro_batch_tokens", "devices"), [(1024, 4), (1152, 4), (1728, 3), (2304, 2), (8192, 1)])
+def test_no_gpu_trains_that_gets_no_micro_batch(micro_batch_tokens: int, devices: int) -> None:
+    """8 groups of 576 tokens are 8, 4, 3, 2 or 1 micro-batches; 7 GPUs deal 8 of them no better than 4."""
+    profiles = {"gpu": profile_of("gpu", {64: 1e6}, 100.0)}
+    workload = Workload(max_new_tokens=64)
+    plan = plan_machine(
+        machine_of({("gpu", "cuda"): 8}), profiles, TINY, workload, micro_batch_tokens=micro_batch_tokens
+    )
+    busiest = {4: 2, 3: 3, 2: 4, 1: 8}[devices]
+    assert len(placements(plan).training.devices) == devices
+    assert plan.train_s == pytest.approx(busiest * 8 * 64 / 100)
+
+
+def test_a_concurrency_that_is_set_is_planned_with() -> None:
+    """The engine runs whole groups of 8, so 20 are 16; fewer than a group are run as they are."""
+    profiles = {"gpu": profile_of("gpu", {8: 10.0, 64: 80.0}, 1000.0)}
+    machine = machine_of({("gpu", "cuda"): 3})
+    for wished, planned in ((20, 16), (4, 4)):
+        plan = plan_machine(machine, profiles, TINY, Workload(), concurrency=wished)
+        assert [replica.concurrency for replica in placements(plan).replicas] == [planned] * 2
+        assert plan.rollout_s == pytest.approx(512 / (2 * planned * 10 / 8))
+
+
+def test_a_checkpoint_is_continued_by_as_many_ranks_as_wrote_it() -> None:
+    """Even where one of them has no work. Cores form one rank, however many they are."""
+    gpus = {"gpu": profile_of("gpu", {64: 1e6}, 100.0)}
+    for packing, busiest in ((cut(), 1 / 2), (cut(micro_batch_tokens=8192), 1)):
+        plan = plan_machine(machine_of({("gpu", "cuda"): 4}), gpus, TINY, Workload(), train_ranks=2, **packing)
+        assert placements(plan).training.ranks == 2
+        assert plan.train_s == pytest.approx(5.12 * busiest)
+    with pytest.raises(UserError, match=r"as a checkpoint of 5 ranks asks: .* on host that are at most 4"):
+        plan_machine(machine_of({("gpu", "cuda"): 4}), gpus, TINY, Workload(), train_ranks=5, **cut())
+    assert placements(laptop(cores=4, train_ranks=1)).training.devices == (1, 3)
 
 
 def test_generation_rate_interpolates() -> None:
@@ -387,14 +455,37 @@ def test_more_training_gpus_than_groups_are_refused() -> None:
     machine = machine_of({("gpu", "cuda"): 4})
     assert check_devices(machine, train_devices=3) == machine
     workload = Workload(prompts_per_step=2)
-    with pytest.raises(UserError, match=r"planner.train_devices is 3, but a minibatch has 2 groups"):
-        plan_machine(machine, profiles, TINY, workload, train_devices=3)
+    with pytest.raises(UserError, match=r"as planner.train_devices 3 asks: a minibatch has work for 2 GPUs"):
+        plan_machine(machine, profiles, TINY, workload, train_devices=3, micro_batch_tokens=1)
 
 
 def test_a_model_that_does_not_fit_is_refused() -> None:
     profiles = {"gpu": profile_of("gpu", {2: 10.0}, 1.0)}
     with pytest.raises(UserError, match=r"fits nowhere.*ZeRO 0.*lacks \d+\.\d GiB"):
         plan_machine(machine_of({("gpu", "cuda"): 2}, 2**20), profiles, TINY, Workload(), zero_stage=0)
+
+
+def test_the_zero_stage_that_would_fit_is_named() -> None:
+    """ZeRO 3 shares the states among 4 GPUs, which is enough for `big`; nothing is for `small`, the type asked for."""
+    profiles = {name: profile_of(name, {2: 10.0}, 1.0) for name in ("big", "small")}
+    sizes = {"big": 2**21, "small": 2**20}
+    devices = [Device(index=i, device_type=k, kind="cuda", memory_bytes=m) for k, m in sizes.items() for i in range(4)]
+    machine = Machine(name="host", devices=tuple(devices))
+    closest = (
+        r"training on \d × {0} \(ZeRO 0\) as planner.train_type {0} asks comes closest.*; with algorithm.zero_stage 3 "
+    )
+    for kind, remedy in (("big", "it fits"), ("small", "the smallest that would do is one machine with 1 ×")):
+        with pytest.raises(UserError, match=closest.format(kind) + remedy):
+            plan_machine(machine, profiles, TINY, Workload(), zero_stage=0, train_type=kind, **cut())
+
+
+def test_a_cache_that_cannot_hold_the_longest_context_is_refused() -> None:
+    """vLLM would not start, however short the answers were."""
+    profiles = {"gpu": profile_of("gpu", {2: 10.0}, 1.0).model_copy(update={"answer_tokens": 2.0})}
+    machine = machine_of({("gpu", "cuda"): 2}, 2**26)
+    assert plan_machine(machine, profiles, TINY, Workload(), max_context=1024)
+    with pytest.raises(UserError, match=r"a replica on one gpu.*cache of 1000000 tokens. Lower model.max_context"):
+        plan_machine(machine, profiles, TINY, Workload(), max_context=10**6)
 
 
 def test_what_cannot_run_is_not_started() -> None:

@@ -1,0 +1,56 @@
+"""Plans for described clusters keep to what the experiment asks; shipped experiments fit shipped clusters."""
+
+from pathlib import Path
+
+import pytest
+
+from planners.columns import Problem, TrainingWish, rollout_columns, training_columns
+from planners.errors import UserError
+from planners.model import read_model
+from planners.topology import read_cluster
+from tasks.cluster_planning import demand_for, study_cluster
+from tasks.experiment import Experiment, load_experiment
+from tasks.settings import load_settings
+
+DEPLOYMENTS = Path(__file__).parent.parent / "deployments"
+CLUSTERS = DEPLOYMENTS / "clusters"
+
+
+def shipped(size: str, *overrides: str) -> Experiment:
+    source = f"model.source={DEPLOYMENTS / 'models' / f'r1-distill-qwen-{size}'}"
+    return load_experiment(DEPLOYMENTS / "experiments" / f"r1-distill-qwen-{size}.yaml", [source, *overrides])
+
+
+@pytest.mark.parametrize("size", ["1.5b", "7b", "14b"])
+def test_shipped_experiments_fit_every_shipped_cluster_of_gpus(size: str) -> None:
+    """With whole groups in a micro-batch, the ZeRO stage they name, and a cache for their longest context."""
+    experiment = shipped(size)
+    model, demand = read_model(Path(experiment.model.source)), demand_for(experiment)
+    for file in sorted(CLUSTERS.glob("*.yaml")):
+        wish = TrainingWish(zero=experiment.algorithm.zero_stage)
+        problem = Problem(read_cluster(file), model, demand, training_wish=wish)
+        if file.stem != "laptop":
+            assert {c.layout.zero for c in training_columns(problem)} == {experiment.algorithm.zero_stage}
+            assert rollout_columns(problem)
+
+
+def test_a_cluster_is_planned_as_the_experiment_asks() -> None:
+    """What-if opens layouts that it has no words for; devices it may not use are left out of both."""
+    asked = ("planner.train_type=h20", "planner.train_devices=4", "algorithm.zero_stage=2", "rollout.concurrency=40")
+    file, settings = CLUSTERS / "paper-h800-8-h20-16.yaml", load_settings()
+    study = study_cluster(shipped("1.5b", *asked), file, settings)
+    (stage,) = study.plan.training.stages
+    assert (stage.device_type, stage.data, study.plan.training.zero) == ("h20", 4, 2)
+    assert {replica.concurrency for replica in study.plan.replicas} == {32}
+    assert "One more h20" in study.explain()
+    free = study_cluster(shipped("1.5b", *asked), file, settings, what_if=True)
+    assert free.plan.step_s < study.plan.step_s
+    assert "training_wish" not in free.wishes
+    for what_if in (False, True):
+        only = study_cluster(shipped("1.5b", "cluster.device_types=[h20]"), file, settings, what_if=what_if)
+        assert set(only.topology.types) == {"h20"}
+    for unknown in ("planner.train_type=h2O", "cluster.device_types=[h2O]"):
+        with pytest.raises(UserError, match=r"'h2O', which cluster paper-h800-8-h20-16 lacks .*mean 'h20'"):
+            study_cluster(shipped("1.5b", unknown), file, settings)
+    with pytest.raises(UserError, match=r"planner.train_devices 9 asks: .* on paper-h800-8-h20-16 that are at most 8"):
+        study_cluster(shipped("1.5b", "planner.train_devices=9"), file, settings)
