@@ -12,7 +12,7 @@ from tasks.exchange.layout import RunDirectory
 from tasks.exchange.ledger import Actor, Ledger, RunRow
 from tasks.experiment import Experiment
 from tasks.settings import Settings, load_settings
-from tasks.training.checkpoints import latest_checkpoint
+from tasks.training.checkpoints import latest_checkpoint, latest_checkpoint_ranks
 
 SUPERVISOR_SILENCE_S = 20.0
 """Silence after which a run's supervisor counts as gone; it beats every 2 s."""
@@ -23,7 +23,7 @@ class RunContext:
     """One run, as the flow that owns it sees it.
 
     `supervisor` is the flow's own place in the ledger; `resume_step` is None for a new run, else the step its trainer
-    continues from.
+    continues from, with the `resume_ranks` that wrote its checkpoint.
     """
 
     run_id: str
@@ -34,6 +34,7 @@ class RunContext:
     supervisor: Actor
     resume_step: int | None
     mlflow_run_id: str | None
+    resume_ranks: int | None = None
 
 
 def open_run(experiment: Experiment, resume: str | None, flow_run_id: str | None) -> RunContext:
@@ -92,9 +93,10 @@ def _reopen_run(run: RunRow, settings: Settings, ledger: Ledger, flow_run_id: st
         if actor.role != supervisor.role:
             ledger.fence(run.run_id, actor.role, actor.slot)
     step = latest_checkpoint(directory, ledger, run.run_id) or 0
+    ranks = latest_checkpoint_ranks(directory, ledger, run.run_id)
     ledger.reopen_run(run.run_id, flow_run_id)
     ledger.resume_from(run.run_id, step, supervisor)
-    return RunContext(run.run_id, experiment, directory, ledger, settings, supervisor, step, run.mlflow_run_id)
+    return RunContext(run.run_id, experiment, directory, ledger, settings, supervisor, step, run.mlflow_run_id, ranks)
 
 
 def _supervise(ledger: Ledger, run_id: str) -> Actor:

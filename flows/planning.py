@@ -41,9 +41,13 @@ def measure(experiment: Experiment, machine: Machine, model_path: str) -> dict[s
 
 @task
 def make_plan(
-    experiment: Experiment, machine: Machine, profiles: Mapping[str, DeviceProfile], model_path: str
+    experiment: Experiment,
+    machine: Machine,
+    profiles: Mapping[str, DeviceProfile],
+    model_path: str,
+    train_ranks: int | None = None,
 ) -> ClusterPlan:
-    """The fastest plan of this machine under the measured rates."""
-    plan = plan_here(experiment, machine, profiles, Path(model_path))
+    """The fastest plan of this machine under the measured rates, with the ranks that a checkpoint asks for."""
+    plan = plan_here(experiment, machine, profiles, Path(model_path), train_ranks)
     print(plan.explanation)
     return plan

@@ -58,7 +58,7 @@ def carry_out(run: RunContext, tracker: Tracker) -> dict[str, Any]:
     model_path = prepare(run.experiment, run.directory)
     machine = discover()
     profiles = measure(run.experiment, machine, model_path)
-    plan = make_plan(run.experiment, machine, profiles, model_path)
+    plan = make_plan(run.experiment, machine, profiles, model_path, run.resume_ranks)
     record_plan(run, plan, tracker)
     placed = placements(plan)
     require_free(placed, run.settings)

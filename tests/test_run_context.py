@@ -6,9 +6,11 @@ import pytest
 
 from flows.context import open_run
 from planners.errors import UserError
+from tasks.exchange.files import write_json
 from tasks.exchange.ledger import Fenced, Ledger
 from tasks.experiment import Experiment, parse_experiment
 from tasks.settings import Settings
+from tests.ledger_support import lease, score, take
 
 
 @pytest.fixture
@@ -45,6 +47,25 @@ def test_a_resume_fences_what_the_dead_attempt_left(settings: Settings, experime
         run.ledger.heartbeat(orphan)
     assert run.ledger.progress(run.run_id).groups["leased"] == 0
     assert run.ledger.evaluations(run.run_id)["before"].state == "requested"
+
+
+def test_a_resume_asks_for_the_ranks_that_wrote_its_checkpoint(settings: Settings, experiment: Experiment) -> None:
+    """Of the newest checkpoint that counts: the ledger knows nothing of the second."""
+    run = open_run(experiment, None, "flow-1")
+    assert run.resume_ranks is None
+    trainer = run.ledger.register(run.run_id, "trainer", 0, pid=1, machine="here")
+    replica = run.ledger.register(run.run_id, "replica", 0, pid=1, machine="here")
+    for _ in range(2):
+        score(run.ledger, replica, lease(run.ledger, replica))
+    take(run.ledger, trainer, 0)
+    run.ledger.record_step(trainer, 0, "{}")
+    for step, ranks in ((1, 3), (2, 5)):
+        path = run.directory.checkpoint_path(0, step)
+        path.mkdir()
+        write_json(path / "checkpoint.json", {"step": step, "lineage": 0, "ranks": ranks})
+    run.ledger.finish(run.supervisor, "failed")
+    resumed = open_run(experiment, run.run_id, "flow-2")
+    assert (resumed.resume_step, resumed.resume_ranks) == (1, 3)
 
 
 def test_the_same_flow_run_takes_its_run_up_again(settings: Settings, experiment: Experiment) -> None:

@@ -36,6 +36,12 @@ def latest_checkpoint(run: RunDirectory, ledger: Ledger, run_id: str) -> int | N
     return proven[-1][1] if proven else None
 
 
+def latest_checkpoint_ranks(run: RunDirectory, ledger: Ledger, run_id: str) -> int | None:
+    """Ranks that wrote the newest checkpoint that a resume may use, and must continue it; None before there is one."""
+    proven = ledger.proven_checkpoints(run_id, found_checkpoints(run))
+    return int(_description(run.checkpoint_path(*proven[-1]))["ranks"]) if proven else None
+
+
 def save_checkpoint(
     run: RunDirectory, step: int, lineage: int, engine: "Engine", ranks: "Ranks", confirm: Callable[[], None]
 ) -> None:
@@ -74,7 +80,7 @@ def load_checkpoint(run: RunDirectory, lineage: int, step: int, engine: "Engine"
     path = run.checkpoint_path(lineage, step)
     if not (path / _DESCRIPTION).exists():
         raise UserError(f"Run {run.root.name} has no checkpoint {path.name}: continue it with `hexflow resume`.")
-    written_by = json.loads((path / _DESCRIPTION).read_text())["ranks"]
+    written_by = _description(path)["ranks"]
     if written_by != ranks.size:
         raise UserError(
             f"The checkpoint {path} was written by {written_by} ranks and cannot be continued with {ranks.size}: "
@@ -104,6 +110,12 @@ def delete_checkpoints(
                 shutil.rmtree(path)
         elif checkpoint in among and checkpoint not in keep:
             remove_directory(path)
+
+
+def _description(path: Path) -> dict[str, int]:
+    """Step, lineage and ranks of a checkpoint."""
+    description: dict[str, int] = json.loads((path / _DESCRIPTION).read_text())
+    return description
 
 
 def _write_part(directory: Path, engine: "Engine", ranks: "Ranks") -> None:
