@@ -1,5 +1,6 @@
 """The planner's front door: a cluster, a model and a demand in, a plan out."""
 
+import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -122,10 +123,10 @@ def _unproven(placed: Placed) -> _Outcome:
 
 
 def _check_wishes(mode: Mode, budget: float | None, target: float | None) -> None:
-    if budget is not None and budget <= 0:
-        raise UserError(f"The budget is {budget:g} USD/h: give a positive one.")
-    if target is not None and target <= 0:
-        raise UserError(f"The target is {target:g} tokens/s: give a positive one.")
+    if budget is not None and not 0 < budget < math.inf:  # not a number is neither
+        raise UserError(f"The budget is {budget:g} USD/h: give a positive, finite one.")
+    if target is not None and not 0 < target < math.inf:
+        raise UserError(f"The target is {target:g} tokens/s: give a positive, finite one.")
     if budget is not None and target is not None:
         raise UserError("Give a budget or a target, not both.")
     if mode in ("two-phase", "exhaustive") and (budget is not None or target is not None):

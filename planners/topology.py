@@ -22,7 +22,8 @@ NETWORK_BYTES_PER_S = 1.25e9
 
 
 class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)  # built when first used: imports stay fast
+    # Built when first used: imports stay fast.
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, defer_build=True)
 
 
 class MachineGroup(_Section):

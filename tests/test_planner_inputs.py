@@ -92,9 +92,10 @@ def test_bad_clusters_are_refused_in_words(changes: dict[str, object], message: 
         parse_cluster(cluster(**changes))
 
 
-def test_a_negative_price_is_refused_with_its_place(tmp_path: Path) -> None:
+@pytest.mark.parametrize("price", ["-1", ".inf", ".nan"])
+def test_a_price_that_is_none_is_refused_with_its_place(price: str, tmp_path: Path) -> None:
     path = tmp_path / "c.yaml"
-    path.write_text("name: c\nmachines:\n  - {name: a, device_type: h20, devices: 8, usd_per_h: -1}\n")
+    path.write_text(f"name: c\nmachines:\n  - {{name: a, device_type: h20, devices: 8, usd_per_h: {price}}}\n")
     with pytest.raises(UserError, match=r"machines\.0\.usd_per_h"):
         read_cluster(path)
 

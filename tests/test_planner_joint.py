@@ -1,5 +1,6 @@
 """The joint planner: as good as exhaustive search, never hurt by more of anything, always feasible."""
 
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -257,6 +258,14 @@ def test_one_device_cannot_do_both() -> None:
     single = {"name": "one", "machines": [{"name": "a", "device_type": "b200", "devices": 1}]}
     with pytest.raises(UserError, match="not both at once"):
         make_plan(parse_cluster(ClusterFile.model_validate(single)), SMALL, PAPER)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, 0.0, -1.0])
+def test_a_wish_that_is_no_positive_number_is_refused(value: float) -> None:
+    with pytest.raises(UserError, match=r"budget is .*: give a positive, finite one"):
+        make_plan(HEX, SEVEN, PAPER, budget_usd_per_h=value)
+    with pytest.raises(UserError, match=r"target is .*: give a positive, finite one"):
+        make_plan(HEX, SEVEN, PAPER, target_tokens_per_s=value)
 
 
 @pytest.mark.parametrize("budget", [None, 20])
