@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from deployments.api import Json, PrefectApi, Unreachable
+from tasks.exchange.fence import ACTIVE
 from tasks.exchange.rows import ActorRow, Progress, RunRow, SpanRow, StepRow
 
 POLL_S = 1.0
@@ -27,7 +28,7 @@ PACE_STEPS = 10
 
 
 class Books(Protocol):
-    """What is read of the ledger."""
+    """What is read of the ledger, and the one thing that is written."""
 
     def find_run(self, *, run_id: str | None = None, flow_run_id: str | None = None) -> RunRow | None:
         """The run."""
@@ -43,6 +44,9 @@ class Books(Protocol):
 
     def spans(self, run_id: str) -> list[SpanRow]:
         """Their times."""
+
+    def ask_to_cancel(self, flow_run_id: str) -> None:
+        """Ask for the run's end."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +68,15 @@ def look(books: Books, flow_run_id: str, flow_state: str) -> View:
         return View(flow_state)
     run_id = run.run_id
     return View(flow_state, run, books.progress(run_id), books.steps(run_id), books.actors(run_id), books.spans(run_id))
+
+
+def ending(view: View) -> Json | None:
+    """How the run ended, as the last state of a flow run; None while the run or its supervisor is at work."""
+    at_work = any(actor.role == "supervisor" and actor.state in ACTIVE for actor in view.actors)
+    if view.run is None or view.run.state == "running" or at_work:
+        return None
+    message = "The Prefect server does not answer; the ledger has this."
+    return {"type": view.run.state.upper(), "name": view.run.state.capitalize(), "message": message}
 
 
 def describe_step(view: View, row: StepRow) -> str:
@@ -177,6 +190,7 @@ class Follower:
         self._printed_line = ""
         self._notice = ""
         self._picked_up = False
+        self._is_told = False
 
     def follow(self) -> Json:
         """Show the run until it ends; returns the flow run's last state (`type`, `name`, `message`).
@@ -189,31 +203,40 @@ class Follower:
             except KeyboardInterrupt:
                 self._announce("Cancelling, which takes up to 3 minutes. Ctrl-C again leaves it to end by itself.")
             try:
-                self._api.set_state(self._flow_run_id, "CANCELLING", "Cancelled from the command line.")
+                self._books.ask_to_cancel(self._flow_run_id)
                 return self._watch(time.monotonic() + CANCEL_DEADLINE_S)
             except KeyboardInterrupt:
                 return {**self._state, "message": "It is left to end by itself: see `hexflow status`."}
 
     def _watch(self, deadline: float | None) -> Json:
+        """Until the flow run ends; with a deadline it is being cancelled, by the ledger's word already."""
         while True:
-            self._read_state()
-            self._show(look(self._books, self._flow_run_id, self._state["name"]))
+            answered = self._ask_prefect(is_cancelling=deadline is not None)
+            view = look(self._books, self._flow_run_id, self._state["name"])
+            self._show(view)
             if self._state["type"] in FINAL:
                 return self._state
+            if not answered and (ended := ending(view)):
+                return ended
             if deadline is not None and time.monotonic() > deadline:
                 message = f"It was not cancelled within {CANCEL_DEADLINE_S:.0f} s: `hexflow down` ends everything."
-                return {**self._state, "message": message}
+                return {**self._state, "type": "CRASHED", "message": message}
             self._picked_up = self._picked_up or self._state["type"] not in ("SCHEDULED", "PENDING")
             if not self._picked_up and time.monotonic() - self._started > PICKUP_DEADLINE_S:
                 return self._give_up()
             time.sleep(POLL_S)
 
-    def _read_state(self) -> None:
-        """A server that is away does not stop the run, nor the one who watches it."""
+    def _ask_prefect(self, is_cancelling: bool) -> bool:
+        """Whether the server answered; one that is away does not stop the run, nor the one who watches it."""
         try:
+            if is_cancelling and not self._is_told:
+                self._api.set_state(self._flow_run_id, "CANCELLING", "Cancelled from the command line.")
+                self._is_told = True
             self._state = self._api.flow_run(self._flow_run_id)["state"]
         except Unreachable as error:
             self._announce(str(error))
+            return False
+        return True
 
     def _give_up(self) -> Json:
         self._api.set_state(self._flow_run_id, "CANCELLED", "No worker picked it up.", force=True)

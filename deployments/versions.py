@@ -2,7 +2,7 @@
 
 from importlib.metadata import version
 
-WIRE_SCHEMA = "2"
+WIRE_SCHEMA = "3"
 """Format of what processes exchange (ledger, run directories, trajectory payloads, weight manifests); raise it with
 any."""
 VARIABLE = "hexflow_versions"

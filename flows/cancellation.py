@@ -2,7 +2,8 @@
 
 A worker of Prefect 3.7 listens for cancellations on one connection, and polls when it has lost that; seen with a server
 that was killed (SIGKILL) and started again by `hexflow up` two minutes later: the worker's polling had given up after
-25 s, and it was this watch that cancelled, 14 s after it was asked for.
+25 s, and it was this watch that cancelled, 14 s after it was asked for. What Ctrl-C asks for stands in the ledger, too,
+and is heard whatever has become of server and worker.
 """
 
 import logging
@@ -17,10 +18,12 @@ import httpx
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import State
 from prefect.exceptions import PrefectException
+from sqlalchemy.exc import SQLAlchemyError
 
 from flows.context import RunContext
 
-_POLL_S = 5.0
+_LEDGER_POLL_S = 2.0
+_SERVER_POLL_S = 5.0
 _WORKER_GRACE_POLLS = 2
 _log = logging.getLogger(__name__)
 
@@ -36,11 +39,19 @@ def read_state(flow_run_id: UUID) -> State[Any] | None:
         return client.read_flow_run(flow_run_id).state
 
 
-class CancellationWatch:
-    """While entered, sends this process SIGTERM if its flow run stays Cancelling, or is called Cancelled already.
+def ignore_further_signals() -> None:
+    """Let this process leave in peace, now that it was told to: the watch, Prefect's worker and `hexflow down` may each
+    send SIGTERM, and a second one would interrupt it while it ends its actors.
+    """
+    signal.signal(signal.SIGTERM, lambda number, frame: None)  # unlike SIG_IGN, it is not inherited
 
-    That is what the worker would do. The watch asks the Prefect server every few seconds, bears its absence, and does
-    nothing more once the run is said to be over.
+
+class CancellationWatch:
+    """While entered, sends this process SIGTERM once its flow run is to end.
+
+    At once where the ledger was asked for it (`Ledger.ask_to_cancel`); where only the Prefect server says Cancelling,
+    or Cancelled already, after its worker had the time to do the same. Each is asked every few seconds by a thread of
+    its own, so that one which is away delays nothing, and neither does anything more once the run is said to be over.
     """
 
     def __init__(
@@ -48,36 +59,50 @@ class CancellationWatch:
     ) -> None:
         """`read` gives the flow run's state, and may raise what `read_state` does."""
         self._run = run
-        self._flow_run_id = UUID(flow_run_id)
+        self._flow_run_id = flow_run_id
         self._read = read
         self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="cancellation-watch", daemon=True)
+        self._ending = threading.Lock()
+        watches = (
+            (self._ledger_says_so, _LEDGER_POLL_S, 0),
+            (self._server_says_so, _SERVER_POLL_S, _WORKER_GRACE_POLLS),
+        )
+        self._threads = [
+            threading.Thread(target=self._watch, args=watch, name="cancellation-watch", daemon=True)
+            for watch in watches
+        ]
 
     def __enter__(self) -> Self:
-        self._thread.start()
+        for thread in self._threads:
+            thread.start()
         return self
 
     def __exit__(self, *exception: object) -> None:
         self._stopped.set()
-        self._thread.join(timeout=_POLL_S)
+        for thread in self._threads:
+            thread.join(timeout=_LEDGER_POLL_S)
 
-    def _watch(self) -> None:
+    def _watch(self, is_to_end: Callable[[], bool], poll_s: float, grace_polls: int) -> None:
         seen = 0
-        while seen <= _WORKER_GRACE_POLLS:
-            if self._stopped.wait(_POLL_S):
-                return
-            is_to_end = self._is_to_end()
-            if is_to_end is not None:  # no answer takes nothing back: a busy server fails to answer every other time
-                seen = seen + 1 if is_to_end else 0
-        row = self._run.ledger.find_run(run_id=self._run.run_id)
-        if row is not None and row.state == "running":
-            _log.warning("run %s is being cancelled, but its worker does not act: ending it", self._run.run_id)
-            os.kill(os.getpid(), signal.SIGTERM)
+        while not self._stopped.wait(poll_s):
+            try:
+                seen = seen + 1 if is_to_end() else 0
+                if seen > grace_polls:
+                    self._end()
+            except (httpx.HTTPError, PrefectException, SQLAlchemyError):
+                continue  # no answer takes nothing back: a busy server fails to answer every other time
 
-    def _is_to_end(self) -> bool | None:
-        """None where the server does not say."""
-        try:
-            state = self._read(self._flow_run_id)
-        except (httpx.HTTPError, PrefectException):
-            return None
+    def _ledger_says_so(self) -> bool:
+        return self._run.ledger.is_to_cancel(self._flow_run_id)
+
+    def _server_says_so(self) -> bool:
+        state = self._read(UUID(self._flow_run_id))
         return state is not None and (state.is_cancelling() or state.is_cancelled())
+
+    def _end(self) -> None:
+        with self._ending:
+            row = self._run.ledger.find_run(run_id=self._run.run_id)
+            if not self._stopped.is_set() and row is not None and row.state == "running":
+                _log.warning("run %s is to be cancelled: ending it", self._run.run_id)
+                os.kill(os.getpid(), signal.SIGTERM)
+            self._stopped.set()

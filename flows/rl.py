@@ -10,9 +10,10 @@ from prefect import State, flow, runtime
 from prefect.client.orchestration import get_client
 from prefect.exceptions import TerminationSignal
 from prefect.states import Cancelled
+from sqlalchemy.exc import SQLAlchemyError
 
 from flows.artifacts import ProgressArtifact, name_flow_run, show_plan, show_summary, show_tracking
-from flows.cancellation import CancellationWatch
+from flows.cancellation import CancellationWatch, ignore_further_signals
 from flows.context import RunContext, open_run
 from flows.launcher import PrefectLauncher
 from flows.planning import discover, make_plan, measure, prepare
@@ -44,9 +45,9 @@ def rl(experiment: Experiment = Experiment(), resume: str | None = None) -> dict
     """
     run = open_run(experiment, resume, runtime.flow_run.id)
     print(f"run {run.run_id} in {run.directory.root}")
-    name_flow_run(run)
     try:
-        with owned(run) as tracker, CancellationWatch(run, runtime.flow_run.id):
+        with owned(run), CancellationWatch(run, runtime.flow_run.id), tracked(run) as tracker:
+            name_flow_run(run)
             return carry_out(run, tracker)
     except TerminationSignal:
         return Cancelled(message=f"Cancelled; `hexflow resume {run.run_id}` continues it.")
@@ -70,8 +71,27 @@ def carry_out(run: RunContext, tracker: Tracker) -> dict[str, Any]:
 
 
 @contextmanager
-def owned(run: RunContext) -> Iterator[Tracker]:
-    """Beat as the run's supervisor and track it in MLflow; ledger and MLflow both learn how it ended."""
+def owned(run: RunContext) -> Iterator[None]:
+    """Beat as the run's supervisor; the ledger learns how the run ended."""
+    heartbeat = Heartbeat(run.ledger, run.supervisor, leaves_with_run=False).start()
+    heartbeat.report("running")
+    try:
+        yield
+    except TerminationSignal:
+        ignore_further_signals()
+        close_run(run, "cancelled")
+        raise
+    except BaseException:
+        close_run(run, "failed")
+        raise
+    finally:
+        heartbeat.stop()
+        run.ledger.finish(run.supervisor, "done")
+
+
+@contextmanager
+def tracked(run: RunContext) -> Iterator[Tracker]:
+    """Track the run in MLflow, which learns how it ended."""
     tracking_uri = os.environ.get("MLFLOW_TRACKING_URI")
     tracker = Tracker.parent(
         tracking_uri,
@@ -82,25 +102,18 @@ def owned(run: RunContext) -> Iterator[Tracker]:
         run_id=run.mlflow_run_id,
         on_open=partial(run.ledger.set_mlflow_run, run.run_id),
     )
-    heartbeat = Heartbeat(run.ledger, run.supervisor, leaves_with_run=False).start()
-    heartbeat.report("running")
     status: Status = "FAILED"
     try:
         yield tracker
         status = "FINISHED"
     except TerminationSignal:
-        close_run(run, "cancelled")
+        ignore_further_signals()
         status = "KILLED"
-        raise
-    except BaseException:
-        close_run(run, "failed")
         raise
     finally:
         # Attempts that were killed could not say so themselves.
         end_attempts(tracking_uri, tracker.run_id, "KILLED", {})
         tracker.finish(status, flush_s=_CANCEL_FLUSH_S if status == "KILLED" else FLUSH_DEADLINE_S)
-        heartbeat.stop()
-        run.ledger.finish(run.supervisor, "done")
 
 
 def close_run(run: RunContext, state: str) -> None:
@@ -142,12 +155,23 @@ def train_and_roll_out(run: RunContext, placed: Placements, model_path: str) -> 
             supervisor.run()
             state = "completed"
         except TerminationSignal:
+            ignore_further_signals()
             state = "cancelled"
             raise
         finally:
-            close_run(run, state)
-            # Prefect kills a cancelled flow 30 s after telling it.
-            supervisor.end_children(*(_CANCEL_S if state == "cancelled" else _LEAVE_S))
+            leave(run, supervisor, state)
+
+
+def leave(run: RunContext, supervisor: Supervisor, state: str) -> None:
+    """Close the run and end its actors; in haste if it is cancelled, also while they leave, or the ledger fails."""
+    try:
+        close_run(run, state)
+        supervisor.end_children(*(_CANCEL_S if state == "cancelled" else _LEAVE_S))
+    except (TerminationSignal, SQLAlchemyError):
+        ignore_further_signals()
+        # Prefect kills a cancelled flow 30 s after telling it.
+        supervisor.end_children(*_CANCEL_S)
+        raise
 
 
 def report(run: RunContext, plan: ClusterPlan, tracker: Tracker) -> dict[str, Any]:

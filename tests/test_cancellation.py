@@ -1,7 +1,10 @@
 """A run that is cancelled on the server ends, whatever became of its worker and of the server meanwhile."""
 
 import json
+import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,9 +18,10 @@ import pytest
 from prefect.exceptions import TerminationSignal
 from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect.states import Cancelled, Cancelling, Running, State
+from sqlalchemy.exc import OperationalError
 
 from flows import cancellation
-from flows.cancellation import CancellationWatch, read_state
+from flows.cancellation import CancellationWatch, ignore_further_signals, read_state
 from flows.context import RunContext, open_run
 from tasks.experiment import Experiment
 from tasks.settings import Settings
@@ -55,7 +59,8 @@ def _as_in_a_flow_run(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     def terminate(number: int, frame: object) -> None:
         raise TerminationSignal(signal=number)
 
-    monkeypatch.setattr(cancellation, "_POLL_S", 0.01)
+    monkeypatch.setattr(cancellation, "_LEDGER_POLL_S", 0.01)
+    monkeypatch.setattr(cancellation, "_SERVER_POLL_S", 0.01)
     before = signal.signal(signal.SIGTERM, terminate)
     yield
     signal.signal(signal.SIGTERM, before)
@@ -102,6 +107,44 @@ def test_a_run_that_is_over_is_left_to_end(run: RunContext) -> None:
     server = FakeServer(Cancelling())
     work(run, server, until=lambda: not any(thread.name == "cancellation-watch" for thread in threading.enumerate()))
     assert server.asked == 1 + cancellation._WORKER_GRACE_POLLS
+
+
+def test_what_the_ledger_was_asked_for_needs_neither_server_nor_worker(run: RunContext) -> None:
+    """Nor does it reach a run that another flow run has resumed, or one that was not asked to end."""
+    server = FakeServer(AWAY)
+    for other in ("some other flow run", str(uuid4())):
+        run.ledger.ask_to_cancel(other)
+    work(run, server, until=lambda: server.asked > 10)
+    for _ in range(2):
+        run.ledger.ask_to_cancel(FLOW_RUN)
+    with pytest.raises(TerminationSignal):
+        work(run, FakeServer(AWAY), until=lambda: False)
+
+
+def test_a_request_outlasts_a_ledger_that_fails(run: RunContext, monkeypatch: pytest.MonkeyPatch) -> None:
+    failures = iter([OperationalError("", {}, Exception("database is locked"))] * 3)
+    find_run = run.ledger.find_run
+
+    def fail_at_first(**wanted: Any) -> Any:
+        if error := next(failures, None):
+            raise error
+        return find_run(**wanted)
+
+    run.ledger.ask_to_cancel(FLOW_RUN)
+    monkeypatch.setattr(run.ledger, "find_run", fail_at_first)
+    with pytest.raises(TerminationSignal):
+        work(run, FakeServer(AWAY), until=lambda: False)
+    assert next(failures, None) is None
+
+
+def test_a_run_that_leaves_hears_no_second_signal() -> None:
+    """The watch, the worker and `hexflow down` may each send one."""
+    with pytest.raises(TerminationSignal):
+        os.kill(os.getpid(), signal.SIGTERM)
+    ignore_further_signals()
+    os.kill(os.getpid(), signal.SIGTERM)
+    inherits = [sys.executable, "-c", "import signal; print(signal.getsignal(signal.SIGTERM) == signal.SIG_DFL)"]
+    assert subprocess.check_output(inherits, text=True) == "True\n"
 
 
 def test_the_state_is_read_from_the_server() -> None:

@@ -16,7 +16,8 @@ from sqlalchemy import update
 
 from deployments import api, cli, follow
 from deployments.api import Json, PrefectApi, Unreachable
-from deployments.follow import Follower, View, describe_step, draw, time_left_s, waiting_for
+from deployments.cli import CANCELLED, EXIT_STATUS
+from deployments.follow import Follower, View, describe_step, draw, ending, time_left_s, waiting_for
 from deployments.show import show_running, show_runs, summary_lines
 from deployments.stack import Stack
 from deployments.versions import WIRE_SCHEMA
@@ -98,6 +99,7 @@ class FakeBooks:
 
     def __init__(self, *views: View) -> None:
         self._views = list(views)
+        self.asked: list[str] = []
 
     def find_run(self, *, run_id: str | None = None, flow_run_id: str | None = None) -> RunRow | None:
         self._view = self._views.pop(0) if len(self._views) > 1 else self._views[0]
@@ -115,6 +117,9 @@ class FakeBooks:
 
     def spans(self, run_id: str) -> list[SpanRow]:
         return list(self._view.spans)
+
+    def ask_to_cancel(self, flow_run_id: str) -> None:
+        self.asked.append(flow_run_id)
 
 
 @pytest.fixture(autouse=True)
@@ -204,12 +209,49 @@ def interrupt_at(api: FakeApi, *looks: int) -> None:
 
 
 def test_ctrl_c_cancels_and_waits() -> None:
-    api = FakeApi("RUNNING")
+    api, books = FakeApi("RUNNING"), FakeBooks(View("Running"))
     interrupt_at(api, 2)
-    shown, out = follower(api)
+    out = io.StringIO()
+    assert Follower(api, books, "flow-1", Console(file=out)).follow()["type"] == "CANCELLED"
+    assert (api.proposed, books.asked) == (["CANCELLING"], ["flow-1"])
+    assert "Cancelling" in out.getvalue()
+
+
+class BusyApi(FakeApi):
+    """Running, and busy from the first cancellation on, for so many requests."""
+
+    def __init__(self, requests: int) -> None:
+        super().__init__("RUNNING")
+        self.requests = requests
+
+    def set_state(self, flow_run_id: str, state_type: str, message: str, force: bool = False) -> None:
+        self.requests -= 1
+        if self.requests >= 0:
+            raise Unreachable("The server is busy.")
+        super().set_state(flow_run_id, state_type, message, force)
+
+
+def test_a_cancellation_that_the_server_is_too_busy_for_is_asked_for_again() -> None:
+    api = BusyApi(requests=3)
+    interrupt_at(api, 2)
+    shown, _ = follower(api)
     assert shown.follow()["type"] == "CANCELLED"
     assert api.proposed == ["CANCELLING"]
-    assert "Cancelling" in out.getvalue()
+
+
+@pytest.mark.parametrize(("state", "status"), [("cancelled", 130), ("completed", 0), ("failed", 1)])
+def test_without_a_server_the_ledger_tells_how_a_run_ended(state: str, status: int) -> None:
+    """Once its supervisor has left, which ends the actors after closing the run."""
+    supervisor = replace(REPLICA, role="supervisor", state="running")
+    leaving = replace(a_view(STEPS, (supervisor,)), run=replace(RUN, state=state))
+    left = replace(leaving, actors=(replace(supervisor, state="done"),))
+    assert ending(a_view(STEPS)) is ending(leaving) is None
+    api = BusyApi(requests=10**6)
+    interrupt_at(api, 2)
+    shown, _ = follower(api, a_view(STEPS), leaving, leaving, left)
+    ended = shown.follow()
+    assert (ended["type"], ended["name"]) == (state.upper(), state.capitalize())
+    assert EXIT_STATUS.get(ended["type"], CANCELLED) == status
 
 
 def test_a_second_ctrl_c_leaves() -> None:
@@ -224,7 +266,9 @@ def test_a_cancellation_that_hangs_is_told(monkeypatch: pytest.MonkeyPatch) -> N
     api = FakeApi("RUNNING")
     interrupt_at(api, 2)
     shown, _ = follower(api)
-    assert "not cancelled within" in shown.follow()["message"]
+    state = shown.follow()
+    assert "not cancelled within" in state["message"]
+    assert EXIT_STATUS[state["type"]] == 1, "it was not cancelled"
 
 
 def test_a_run_that_nobody_picks_up_is_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -257,8 +301,7 @@ def test_a_run_lost_from_sight_was_started_all_the_same(
 
     class LostApi(FakeApi):
         def __init__(self, url: str) -> None:
-            super().__init__("RUNNING")
-            interrupt_at(self, 2)
+            super().__init__("SCHEDULED")
 
         def create_flow_run(self, deployment: str, parameters: Json) -> str:
             return "flow-1"
@@ -267,6 +310,7 @@ def test_a_run_lost_from_sight_was_started_all_the_same(
             raise error
 
     out = io.StringIO()
+    monkeypatch.setattr(follow, "PICKUP_DEADLINE_S", 0.0)
     monkeypatch.setattr(cli, "_console", lambda: Console(file=out, force_terminal=True, width=100))
     monkeypatch.setattr(cli, "_bring_up", lambda *_: Stack("http://127.0.0.1:1/api", "http://127.0.0.1:2"))
     monkeypatch.setattr(api, "PrefectApi", LostApi)
@@ -332,7 +376,7 @@ def test_an_older_ledger_is_told_before_anything_starts(settings: Settings, monk
         connection.execute(update(schema_info).values(version=1))
     monkeypatch.setattr(cli, "_bring_up", started)
     message = (
-        r"^The ledger .* has tables of version 1, but this hexflow needs version 2: use the hexflow that made it, or "
+        r"^The ledger .* has tables of version 1, but this hexflow needs version 3: use the hexflow that made it, or "
     )
     for command in (
         lambda: show_running(settings, Console(file=io.StringIO())),

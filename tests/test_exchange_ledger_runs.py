@@ -25,6 +25,18 @@ def test_a_run_is_created_once(ledger: Ledger) -> None:
     assert ledger.find_run(run_id="missing") is None
 
 
+def test_a_cancellation_belongs_to_a_flow_run(ledger: Ledger) -> None:
+    """It is repeatable, may come before the run, and is nothing to the flow run that resumes the run."""
+    assert not ledger.is_to_cancel("flow-1")
+    for _ in range(2):
+        ledger.ask_to_cancel("flow-1")
+    ledger.create_run("other", 1, 0, 1, 1, flow_run_id="flow-1")
+    assert ledger.is_to_cancel("flow-1")
+    ledger.reopen_run("other", "flow-2")
+    ledger.ask_to_cancel("flow-1")
+    assert not ledger.is_to_cancel("flow-2")
+
+
 def test_an_unknown_run_is_a_clear_error(ledger: Ledger) -> None:
     with pytest.raises(UserError, match="knows no run missing"):
         ledger.register("missing", "trainer", 0, pid=1, machine="here")

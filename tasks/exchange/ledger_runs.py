@@ -6,7 +6,7 @@ from planners.errors import UserError
 from tasks.exchange.database import Database, now_s
 from tasks.exchange.fence import run_of
 from tasks.exchange.rows import MachineRow, PlanEpochRow, RunRow, columns_of
-from tasks.exchange.schema import machines, plan_epochs, runs
+from tasks.exchange.schema import cancellations, machines, plan_epochs, runs
 
 RUN_STATES = ("running", "completed", "failed", "cancelled")
 
@@ -76,6 +76,23 @@ class Runs(Database):
             run_of(connection, run_id)
             values = {"state": "running", "flow_run_id": flow_run_id}
             connection.execute(update(runs).where(runs.c.run_id == run_id).values(**values))
+
+    def ask_to_cancel(self, flow_run_id: str) -> None:
+        """Ask for the end of the run that this Prefect flow run works on; repeatable.
+
+        The request is the flow run's own: it may come before the run is there, and one that comes late does not reach
+        the run under another flow run that has resumed it.
+        """
+        asked = cancellations.c.flow_run_id == flow_run_id
+        with self.write(flow_run_id) as connection:
+            if connection.scalar(select(cancellations.c.flow_run_id).where(asked)) is None:
+                connection.execute(insert(cancellations).values(flow_run_id=flow_run_id, asked_s=now_s()))
+
+    def is_to_cancel(self, flow_run_id: str) -> bool:
+        """Whether this Prefect flow run was asked to end its run."""
+        asked = cancellations.c.flow_run_id == flow_run_id
+        with self.read() as connection:
+            return connection.scalar(select(cancellations.c.flow_run_id).where(asked)) is not None
 
     def set_mlflow_run(self, run_id: str, mlflow_run_id: str) -> None:
         """Name the MLflow run that tracks this run."""

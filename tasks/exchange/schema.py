@@ -21,7 +21,7 @@ from sqlalchemy import (
     Text,
 )
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 """Raise it with every change of a table, of what a column holds, and of the run directories that go with the rows: a
 ledger with another version is refused."""
 
@@ -55,6 +55,13 @@ runs = Table(
     Column("steps", Integer, nullable=False),
     Column("max_attempts_per_prompt", Integer, nullable=False),
     Column("created_s", Float, nullable=False),
+)
+
+cancellations = Table(
+    "cancellations",
+    metadata,
+    Column("flow_run_id", String, primary_key=True),
+    Column("asked_s", Float, nullable=False),
 )
 
 plan_epochs = Table(
