@@ -11,6 +11,7 @@ from tasks.exchange.files import write_json
 from tasks.exchange.layout import RunDirectory
 from tasks.exchange.ledger import Actor, Ledger, RunRow
 from tasks.experiment import Experiment
+from tasks.readiness import require_free_devices
 from tasks.settings import Settings, load_settings
 from tasks.training.checkpoints import latest_checkpoint, latest_checkpoint_ranks
 
@@ -44,22 +45,24 @@ def open_run(experiment: Experiment, resume: str | None, flow_run_id: str | None
     fenced: they belong to a supervisor that is gone.
 
     Raises:
-        UserError: `resume` names no run, or one that is complete or has a supervisor.
+        UserError: `resume` names no run, or one that is complete or has a supervisor, or others hold devices that it
+            may use. Nothing has changed then.
     """
     settings = load_settings()
     settings.home.mkdir(parents=True, exist_ok=True)
     ledger = Ledger(settings.ledger_url)
     begun = ledger.find_run(flow_run_id=flow_run_id) if flow_run_id else None
     if begun is not None:
-        return _reopen_run(begun, settings, ledger, flow_run_id)
+        return _reopen_run(begun, _require_resumable(begun, settings), settings, ledger, flow_run_id)
     if resume is None:
         return _create_run(experiment, settings, ledger, flow_run_id)
     run = ledger.find_run(run_id=resume)
     if run is None:
         known = ", ".join(run.run_id for run in ledger.list_runs()[-5:]) or "none"
         raise UserError(f"There is no run {resume} to resume; the latest runs are: {known}.")
+    experiment = _require_resumable(run, settings)
     require_unsupervised(run, ledger)
-    return _reopen_run(run, settings, ledger, flow_run_id)
+    return _reopen_run(run, experiment, settings, ledger, flow_run_id)
 
 
 def _create_run(experiment: Experiment, settings: Settings, ledger: Ledger, flow_run_id: str | None) -> RunContext:
@@ -81,13 +84,22 @@ def _create_run(experiment: Experiment, settings: Settings, ledger: Ledger, flow
     return RunContext(run_id, experiment, directory, ledger, settings, supervisor, None, None)
 
 
-def _reopen_run(run: RunRow, settings: Settings, ledger: Ledger, flow_run_id: str | None) -> RunContext:
+def _require_resumable(run: RunRow, settings: Settings) -> Experiment:
+    """The run's experiment, if the run can be taken up now. Raises UserError."""
     directory = RunDirectory(settings.runs / run.run_id)
     if run.state == "completed":
         raise UserError(f"Run {run.run_id} is complete: there is nothing to resume. Start a new run instead.")
     if not directory.experiment.exists():
         raise UserError(f"Run {run.run_id} cannot be resumed: its directory {directory.root} is gone.")
     experiment = Experiment.model_validate_json(directory.experiment.read_text())
+    require_free_devices(experiment, settings, run.run_id)
+    return experiment
+
+
+def _reopen_run(
+    run: RunRow, experiment: Experiment, settings: Settings, ledger: Ledger, flow_run_id: str | None
+) -> RunContext:
+    directory = RunDirectory(settings.runs / run.run_id)
     supervisor = _supervise(ledger, run.run_id)
     for actor in ledger.actors(run.run_id):
         if actor.role != supervisor.role:

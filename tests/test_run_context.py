@@ -6,6 +6,9 @@ import pytest
 
 from flows.context import open_run
 from planners.errors import UserError
+from tasks import readiness
+from tasks.devices import hold_devices
+from tasks.discovery import discover_machine
 from tasks.exchange.files import write_json
 from tasks.exchange.ledger import Fenced, Ledger
 from tasks.experiment import Experiment, parse_experiment
@@ -47,6 +50,27 @@ def test_a_resume_fences_what_the_dead_attempt_left(settings: Settings, experime
         run.ledger.heartbeat(orphan)
     assert run.ledger.progress(run.run_id).groups["leased"] == 0
     assert run.ledger.evaluations(run.run_id)["before"].state == "requested"
+
+
+def test_a_refused_resume_leaves_everything_as_it_is(
+    settings: Settings, experiment: Experiment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also one from the Prefect page, where no command has looked at the devices before."""
+    monkeypatch.setattr(readiness, "LEAVING_S", 0.0)
+    run = open_run(experiment, None, "flow-1")
+    replica = run.ledger.register(run.run_id, "replica", 0, pid=1, machine="here")
+    run.ledger.finish(run.supervisor, "failed")
+    before = run.ledger.find_run(run_id=run.run_id), run.ledger.actors(run.run_id)[0].attempt
+    device = discover_machine().devices[0]
+    with (
+        hold_devices(device.kind, [device.index], "other-1 (train 0)", settings),
+        pytest.raises(UserError, match=r"is held by other-1 \(train 0\)"),
+    ):
+        open_run(experiment, run.run_id, "flow-2")
+    assert (run.ledger.find_run(run_id=run.run_id), run.ledger.actors(run.run_id)[0].attempt) == before
+    run.ledger.heartbeat(replica)
+    with hold_devices(device.kind, [device.index], f"{run.run_id} (rollout 0)", settings):
+        open_run(experiment, run.run_id, "flow-2")
 
 
 def test_a_resume_asks_for_the_ranks_that_wrote_its_checkpoint(settings: Settings, experiment: Experiment) -> None:
