@@ -1,4 +1,4 @@
-"""What the flows that run a process share: it is on its own devices, and ends with its flow."""
+"""What the flows that run a process share: it is on its own devices, for a run that goes on, and ends with its flow."""
 
 import math
 import time
@@ -8,8 +8,15 @@ from pathlib import Path
 
 from planners.plan import Placement
 from tasks.devices import hold_devices
+from tasks.exchange.ledger import Ledger
 from tasks.processes import ProcessGroup, device_environment
 from tasks.settings import load_settings
+
+
+def is_over(run_id: str) -> bool:
+    """Whether the run has ended while this flow run waited in its queue; nobody would cancel it any more."""
+    run = Ledger(load_settings().ledger_url).find_run(run_id=run_id)
+    return run is None or run.state != "running"
 
 
 @contextmanager

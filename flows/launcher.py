@@ -4,7 +4,7 @@ import logging
 import time
 from collections.abc import Mapping
 from typing import cast
-from uuid import UUID
+from uuid import UUID, uuid4
 
 import httpx
 from prefect.client.orchestration import SyncPrefectClient
@@ -40,10 +40,11 @@ class PrefectLauncher:
             RunFailed: no worker polls the pool, or the server did not come back.
         """
         give_up = time.monotonic() + _SERVER_DEADLINE_S
+        key = str(uuid4())  # a request whose answer was lost is repeated, and must not start a second flow run
         while True:
             try:
                 self._wait_for_worker(placement.device_type)
-                return self._start(placement, resume_step)
+                return self._start(placement, resume_step, key)
             except (httpx.HTTPError, PrefectException) as error:
                 if time.monotonic() > give_up:
                     raise RunFailed(
@@ -53,7 +54,7 @@ class PrefectLauncher:
                 _log.warning("the Prefect server is away: %s", error)
             time.sleep(_RETRY_S)
 
-    def _start(self, placement: Placement, resume_step: int | None) -> str:
+    def _start(self, placement: Placement, resume_step: int | None, key: str) -> str:
         parameters: dict[str, object] = {
             "run_id": self._run_id,
             "model_path": self._model_path,
@@ -68,6 +69,7 @@ class PrefectLauncher:
             job_variables={"env": self._environment},
             tags=["hexflow", f"run:{self._run_id}"],
             timeout=0,
+            idempotency_key=key,
             as_subflow=True,
         )
         return str(cast(FlowRun, created).id)  # outside an event loop it is no coroutine

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from prefect import flow
 
-from flows.children import on_devices, run_until_it_ends
+from flows.children import is_over, on_devices, run_until_it_ends
 from planners.plan import Placement
 from tasks.exchange.layout import RunDirectory
 from tasks.settings import load_settings
@@ -20,6 +20,8 @@ def rollout(run_id: str, model_path: str, placement: Placement) -> None:
         model_path: Prepared model directory.
         placement: Devices and concurrency, as the plan has them.
     """
+    if is_over(run_id):
+        return
     log = RunDirectory(load_settings().runs / run_id).logs / f"replica-{placement.slot}.log"
     argv = [sys.executable, "-m", "tasks.rollout.worker", "--run", run_id]
     argv += ["--model-path", str(Path(model_path)), "--placement", placement.model_dump_json()]

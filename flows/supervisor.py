@@ -5,7 +5,7 @@ asked to start and to cancel, so while its server is away the run goes on and on
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -13,11 +13,13 @@ import psutil
 
 from flows.context import RunContext
 from planners.plan import Placement, Placements
+from tasks.exchange.fence import ACTIVE
 from tasks.exchange.ledger import ActorRow, Progress
 from tasks.processes import end_sessions
 from tasks.training.checkpoints import latest_checkpoint
 
 _POLL_S = 1.0
+_KILL_GRACE_S = 1.0
 ROLES = {"train": "trainer", "rollout": "replica"}
 """Role in the ledger of each role of a placement."""
 
@@ -63,10 +65,12 @@ class Supervisor:
     ) -> None:
         self._run = run
         self._placed = placed
+        self._machine = placed.training.machine
         self._launcher = launcher
         self._on_progress = on_progress
         self._settings = run.experiment.run
         self._children: dict[tuple[str, int], _Child] = {}
+        self._replaced: list[_Child] = []
         self._restarts = 0
         self._last_step = -1
         self._last_step_at = time.monotonic()
@@ -94,33 +98,39 @@ class Supervisor:
         """End every actor of a run that is over.
 
         They leave by themselves within seconds of the ledger saying so. After `patience_s` their flow runs are
-        cancelled as well; after `deadline_s` what is left on this machine is killed.
+        cancelled as well; after `deadline_s` what is left is fenced, and killed on this machine.
 
         Raises:
             RunFailed: an actor on another machine was still there at the deadline.
         """
         started = time.monotonic()
         cancelled = False
-        while left := [child for child in self._children.values() if not self._launcher.has_ended(child.flow_run_id)]:
+        children = [*self._replaced, *self._children.values()]
+        while left := [child for child in children if not self._launcher.has_ended(child.flow_run_id)]:
             waited_s = time.monotonic() - started
             if waited_s > patience_s and not cancelled:
                 cancelled = True
                 for child in left:
                     self._launcher.cancel(child.flow_run_id)
             if waited_s > deadline_s:
-                self._kill(left)
+                self._give_up(left)
                 return
             time.sleep(_POLL_S / 2)
 
-    def _kill(self, children: list[_Child]) -> None:
-        here = self._placed.training.machine
-        away = [child.placement for child in children if child.placement.machine != here]
-        active = [actor for actor in self._actors().values() if actor.state in ("starting", "running")]
-        own = [actor for actor in active if actor.machine == here and actor.role != "supervisor"]
-        end_sessions([actor.pid for actor in own if _is_same_process(actor)], 1.0)
+    def _give_up(self, children: list[_Child]) -> None:
+        actors = [actor for actor in self._actors().values() if actor.role != "supervisor"]
+        for actor in actors:
+            self._run.ledger.fence(self._run.run_id, actor.role, actor.slot)
+        self._kill(actors)
+        away = [child.placement for child in children if child.placement.machine != self._machine]
         if away:
             named = ", ".join(f"{placement.role} {placement.slot} on {placement.machine}" for placement in away)
             raise RunFailed(f"{named} did not end: stop the worker there with `hexflow down`.")
+
+    def _kill(self, actors: Iterable[ActorRow]) -> None:
+        """End the processes on this machine of actors that were at work when these rows were read."""
+        own = [actor for actor in actors if actor.state in ACTIVE and actor.machine == self._machine]
+        end_sessions([actor.pid for actor in own if _is_same_process(actor)], _KILL_GRACE_S)
 
     def _start(self, placement: Placement, resume_step: int | None) -> None:
         key = (ROLES[placement.role], placement.slot)
@@ -206,7 +216,10 @@ class Supervisor:
         self._restarts += 1
         print(f"{role} {slot} died: {fault}; starting it again ({self._restarts} of {self._settings.restarts})")
         self._run.ledger.fence(self._run.run_id, role, slot)
+        if actor is not None:
+            self._kill([actor])  # Prefect's server may be away, and its flow run holds the devices as long as it lives
         self._launcher.cancel(child.flow_run_id)
+        self._replaced.append(child)
         resume_step = None
         if role == "trainer":
             resume_step = latest_checkpoint(self._run.directory, self._run.ledger, self._run.run_id) or 0

@@ -2,7 +2,7 @@
 
 from prefect import flow
 
-from flows.children import on_devices
+from flows.children import is_over, on_devices
 from planners.plan import Placement
 from tasks.training.launch import run_trainer
 
@@ -17,5 +17,7 @@ def train(run_id: str, model_path: str, placement: Placement, resume_step: int |
         placement: Devices, as the plan has them.
         resume_step: Step to continue from; empty: the run's first.
     """
+    if is_over(run_id):
+        return
     with on_devices(placement, run_id):
         run_trainer(run_id, model_path, placement, resume_step)

@@ -1,20 +1,33 @@
-"""The supervisor against a real ledger and a hand-written launcher: completion, restarts, budgets, stalls."""
+"""The supervisor against a real ledger and a hand-written launcher: completion, restarts, budgets, stalls, endings."""
 
 import json
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from prefect.exceptions import TerminationSignal
+from sqlalchemy.exc import OperationalError
 
+from flows import rl as running
 from flows import supervisor as supervising
-from flows.context import RunContext
+from flows.context import RunContext, open_run
+from flows.rollout import rollout
 from flows.supervisor import RunFailed, Supervisor
+from flows.train import train
 from planners.plan import Placement, Placements
 from tasks.exchange.layout import RunDirectory
 from tasks.exchange.ledger import Actor, Ledger
 from tasks.experiment import Experiment, parse_experiment
+from tasks.processes import ProcessGroup, group_alive
 from tasks.settings import Settings
+from tasks.tracking import Tracker
 
 RUN = "run"
+NOBODY = 2**31 - 1
+"""A pid that no process has."""
 ROLE = {"train": "trainer", "rollout": "replica"}
 
 
@@ -28,19 +41,25 @@ class FakeLauncher:
         self.ended: set[str] = set()
         self.actors: dict[str, Actor] = {}
         self.joins = True
+        self.is_away = False
+        self.pids: dict[str, int] = {}
 
     def start(self, placement: Placement, resume_step: int | None) -> str:
         self.started.append((placement.role, resume_step))
         flow_run_id = f"{placement.role}-{len(self.started)}"
         if self.joins:
-            actor = self.ledger.register(RUN, ROLE[placement.role], placement.slot, pid=1, machine="here")
+            actor = self.ledger.register(RUN, ROLE[placement.role], placement.slot, self._pid(flow_run_id), "here")
             self.ledger.heartbeat(actor, "running")
             self.actors[flow_run_id] = actor
         return flow_run_id
 
+    def _pid(self, flow_run_id: str) -> int:
+        return self.pids.get(flow_run_id, NOBODY)
+
     def cancel(self, flow_run_id: str) -> None:
         self.cancelled.append(flow_run_id)
-        self.ended.add(flow_run_id)
+        if not self.is_away:
+            self.ended.add(flow_run_id)
 
     def has_ended(self, flow_run_id: str) -> bool:
         return flow_run_id in self.ended
@@ -70,7 +89,7 @@ def make(tmp_path: Path, **run: object) -> tuple[RunContext, FakeLauncher]:
     ledger.request_evaluation(RUN, "before", 0)
     directory = RunDirectory(tmp_path)
     directory.create()
-    actor = ledger.register(RUN, "supervisor", 0, pid=1, machine="here")
+    actor = ledger.register(RUN, "supervisor", 0, pid=NOBODY, machine="here")
     return RunContext(RUN, experiment, directory, ledger, settings, actor, None, None), FakeLauncher(ledger)
 
 
@@ -213,3 +232,126 @@ def test_children_that_do_not_leave_are_cancelled(tmp_path: Path) -> None:
     supervisor.run()
     supervisor.end_children(patience_s=0.1, deadline_s=5.0)
     assert launcher.cancelled == ["train-1", "rollout-2"]
+
+
+@pytest.fixture
+def hung(tmp_path: Path) -> Iterator[ProcessGroup]:
+    """A process that stands for an actor which is past hearing."""
+    group = ProcessGroup.start([sys.executable, "-c", "import time; time.sleep(600)"], {}, tmp_path / "hung.log")
+    os.kill(group.pid, signal.SIGSTOP)
+    yield group
+    group.stop(0.0)
+
+
+def test_a_dead_actor_is_ended_although_its_cancellation_is_lost(tmp_path: Path, hung: ProcessGroup) -> None:
+    """The end of its process ends its flow run, which gives the devices back; until then it is not forgotten."""
+    run, launcher = make(tmp_path, heartbeat_deadline_s=2.0, restarts=10)
+    launcher.is_away, launcher.pids = True, {"rollout-2": hung.pid}
+
+    def on_progress(progress: object) -> None:
+        current = {actor.role: actor for actor in launcher.actors.values()}
+        for actor in current.values():
+            if actor is not launcher.actors["rollout-2"]:
+                launcher.ledger.heartbeat(actor)
+        if "rollout-3" in launcher.actors:
+            finish_run(launcher)
+
+    supervisor = Supervisor(run, PLACED, launcher, on_progress)
+    supervisor.run()
+    assert not group_alive(hung.pid)
+    launcher.ended |= set(launcher.actors) - {"rollout-2"}
+    launcher.cancelled.clear()
+    supervisor.end_children(patience_s=0.0, deadline_s=0.1)
+    assert launcher.cancelled == ["rollout-2"]
+
+
+def test_what_does_not_leave_is_fenced_and_killed(tmp_path: Path, hung: ProcessGroup) -> None:
+    run, launcher = make(tmp_path)
+    launcher.is_away, launcher.pids = True, {"rollout-2": hung.pid}
+    supervisor = Supervisor(run, PLACED, launcher, lambda progress: finish_run(launcher))
+    supervisor.run()
+    supervisor.end_children(patience_s=0.0, deadline_s=0.1)
+    assert not group_alive(hung.pid)
+    states = {actor.role: actor.state for actor in run.ledger.actors(RUN)}
+    assert states == {"supervisor": "starting", "trainer": "fenced", "replica": "fenced"}
+
+
+class Leaving(Supervisor):
+    """A supervisor whose actors take their leave while `interruption` happens."""
+
+    def __init__(self, interruption: BaseException | None = None) -> None:
+        self.interruption = interruption
+        self.ended: list[tuple[float, float]] = []
+
+    def end_children(self, patience_s: float, deadline_s: float) -> None:
+        self.ended.append((patience_s, deadline_s))
+        error, self.interruption = self.interruption, None
+        if error is not None:
+            raise error
+
+
+@pytest.fixture
+def _own_sigterm() -> Iterator[None]:
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.usefixtures("_own_sigterm")
+def test_a_cancellation_hurries_actors_that_are_leaving(tmp_path: Path) -> None:
+    run, _ = make(tmp_path)
+    supervisor = Leaving(TerminationSignal(signal.SIGTERM))
+    with pytest.raises(TerminationSignal):
+        running.leave(run, supervisor, "completed")
+    assert supervisor.ended == [running._LEAVE_S, running._CANCEL_S]
+    os.kill(os.getpid(), signal.SIGTERM)  # a second one no longer interrupts
+    row = run.ledger.find_run(run_id=RUN)
+    assert row is not None
+    assert row.state == "completed"
+
+
+@pytest.mark.usefixtures("_own_sigterm")
+def test_actors_are_ended_although_the_ledger_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, _ = make(tmp_path)
+
+    def fail(**_: object) -> None:
+        raise OperationalError("", {}, Exception("database or disk is full"))
+
+    monkeypatch.setattr(run.ledger, "find_run", fail)
+    supervisor = Leaving()
+    with pytest.raises(OperationalError):
+        running.leave(run, supervisor, "failed")
+    assert supervisor.ended == [running._CANCEL_S]
+
+
+@pytest.mark.usefixtures("_own_sigterm")
+def test_a_run_that_is_cancelled_before_it_is_tracked_is_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, _ = make(tmp_path)
+
+    def interrupt(*_: object, **__: object) -> None:
+        raise TerminationSignal(signal.SIGTERM)
+
+    monkeypatch.setattr(Tracker, "parent", interrupt)
+    with pytest.raises(TerminationSignal), running.owned(run), running.tracked(run):
+        raise AssertionError("it was not tracked")
+    row = run.ledger.find_run(run_id=RUN)
+    assert row is not None
+    assert row.state == "cancelled"
+    assert [actor.state for actor in run.ledger.actors(RUN)] == ["done"]
+
+
+@pytest.mark.parametrize("start", [train.fn, rollout.fn])
+def test_a_run_that_is_over_gets_no_actor(
+    start: Callable[..., None], settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its flow run may have waited in the queue until the server was back."""
+    run = open_run(Experiment(), None, None)
+    run.ledger.set_run_state(run.run_id, "cancelled")
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("an actor was started")
+
+    monkeypatch.setattr("flows.children.hold_devices", refuse)
+    start(run.run_id, "model", PLACED.training)
