@@ -82,7 +82,8 @@ def entries(text: str, machine: str, device_types: list[str]) -> list[Entry]:
 def fingerprint(machine: str, device_types: list[str]) -> str:
     """Changes with anything that set-up writes: prefect.yaml, the machine, and the code that decides the forms."""
     root = FILE.parent.parent
-    forms = [Path(__file__), root / "tasks/experiment.py", root / "planners/workload.py", root / "planners/plan.py"]
+    forms = [Path(__file__), root / "tasks/experiment.py"]
+    forms += [root / "planners" / f"{name}.py" for name in ("lengths", "plan", "sections", "workload")]
     sources = [FILE, *sorted((root / "flows").glob("*.py")), *forms]
     digest = hashlib.sha256(repr((machine, device_types, local_versions())).encode())
     for source in sources:

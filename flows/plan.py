@@ -12,10 +12,11 @@ from flows.artifacts import show_cluster_plan, show_plan
 from flows.planning import discover, make_plan, measure, prepare
 from planners.explain import cluster_map, gantt, memory_table
 from planners.make import Mode
+from planners.sections import Section
 from planners.simulator import simulate
 from planners.sync import SyncMode
 from tasks.cluster_planning import study_cluster
-from tasks.experiment import Experiment, Section
+from tasks.experiment import Experiment
 from tasks.settings import load_settings
 from tasks.tracking import Tracker
 

@@ -8,7 +8,9 @@ from math import exp, log, sqrt
 from statistics import NormalDist
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
+
+from planners.sections import Section
 
 POINTS = 2000
 
@@ -70,8 +72,8 @@ def constant(tokens: float) -> Lengths:
     return Lengths((float(tokens),))
 
 
-class _Spec(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
+class _Spec(Section):
+    model_config = ConfigDict(defer_build=True)
 
 
 class LogNormal(_Spec):

@@ -4,32 +4,33 @@
 exist yet.
 """
 
+import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
-import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import ConfigDict, Field
 
-from planners.catalogue import DeviceType, device_type, measured_device
+from planners.catalogue import CATALOGUE, DeviceType, device_type, measured_device
 from planners.cluster import Device, Machine
 from planners.errors import UserError
 from planners.profile import DeviceProfile
+from planners.sections import NAME_PATTERN, Section, parse_section, read_tree
 
 NETWORK_BYTES_PER_S = 1.25e9
 """Assumed between discovered machines: 10 Gbit/s."""
 
 
-class _Section(BaseModel):
+class _Section(Section):
     # Built when first used: imports stay fast.
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, defer_build=True)
+    model_config = ConfigDict(defer_build=True)
 
 
 class MachineGroup(_Section):
     """Equal machines."""
 
-    name: str = Field(pattern=r"^[a-z0-9][a-z0-9-]*$", description="Machines are called name-0, name-1 and so on.")
+    name: str = Field(pattern=NAME_PATTERN, description="Machines are called name-0, name-1 and so on.")
     device_type: str = Field(description="Entry of the device catalogue.")
     count: int = Field(default=1, ge=1, description="Machines of this group: what there is, or what can be rented.")
     devices: int = Field(ge=1, description="Devices per machine.")
@@ -196,27 +197,18 @@ def read_cluster(path: Path) -> Topology:
     """Read and check a cluster file.
 
     Raises:
-        UserError: the file is missing or not YAML, or as `parse_cluster`.
+        UserError: the file is missing, empty or not YAML, a key is unknown (the nearest is named) or there twice, a
+            value does not fit, or as `parse_cluster`.
     """
-    try:
-        tree = yaml.safe_load(path.read_text())
-    except FileNotFoundError:
-        raise UserError(f"There is no cluster file {path}; shipped ones lie in deployments/clusters/.") from None
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise UserError(f"The cluster file {path} cannot be read: {' '.join(str(error).split())}.") from None
-    try:
-        return parse_cluster(ClusterFile.model_validate(tree))
-    except ValidationError as error:
-        faults = "; ".join(f"'{'.'.join(map(str, f['loc']))}': {f['msg'].lower()}" for f in error.errors())
-        raise UserError(f"{path}: {faults}.") from None
+    return parse_cluster(parse_section(ClusterFile, read_tree(path, "cluster"), str(path)))
 
 
 def parse_cluster(file: ClusterFile) -> Topology:
     """Machines and links of a cluster file.
 
     Raises:
-        UserError: no machines, a name twice, an unknown device type or machine, a bandwidth that is missing, zero or
-            negative.
+        UserError: no machines, a name or a link twice, an unknown device type or machine, a bandwidth that is missing,
+            zero or negative.
     """
     if not file.machines:
         raise UserError(f"Cluster {file.name} is empty: list at least one group under `machines`.")
@@ -241,6 +233,15 @@ def _group_devices(file: ClusterFile) -> dict[str, DeviceType]:
     type@group, so that a budget counts what each really costs."""
     devices: dict[str, DeviceType] = {}
     for group in file.machines:
+        if group.device_type not in CATALOGUE:
+            wanted = group.device_type.lower()
+            near = [name for name in CATALOGUE if name.startswith(wanted)]
+            near = near or difflib.get_close_matches(wanted, CATALOGUE, n=1, cutoff=0.4)
+            raise UserError(
+                f"Group {group.name} of cluster {file.name} has the unknown device type '{group.device_type}'"
+                + (f" (did you mean {' or '.join(near)}?)" if near else "")
+                + f": known types are {', '.join(sorted(CATALOGUE))}."
+            )
         device = device_type(group.device_type)
         if group.link_gb_per_s is not None:
             device = replace(device, link_bytes_per_s=group.link_gb_per_s * 1e9)
@@ -261,22 +262,41 @@ def _links(
     node_links: dict[frozenset[str], float] = {}
     variants = {t.split("@")[0]: [u for u in types if u.split("@")[0] == t.split("@")[0]] for t in types}
     variants.update({t: [t] for t in types})
-    for link in file.links:
+    _check_link_entries(file, set(variants), names)
+    # A pair of type@group says more than a pair of types, wherever it stands.
+    for link in sorted(file.links, key=lambda link: "".join(link.between).count("@")):
         pair = frozenset(link.between)
-        if link.gb_per_s <= 0:
-            raise UserError(
-                f"The link {' - '.join(link.between)} of cluster {file.name} has {link.gb_per_s:g} GB/s: a bandwidth "
-                "must be positive; leave out machines that cannot reach each other."
-            )
         if pair <= set(variants):
             a, b = (variants[kind] for kind in link.between)
             type_links.update({frozenset((x, y)): link.gb_per_s * 1e9 for x in a for y in b})
-        elif pair <= names and len(pair) == 2:
-            node_links[pair] = link.gb_per_s * 1e9
         else:
-            unknown = ", ".join(sorted(pair - set(variants) - names)) or " - ".join(link.between)
-            raise UserError(f"A link of cluster {file.name} names {unknown}, which is no device type or machine of it.")
+            node_links[pair] = link.gb_per_s * 1e9
     return type_links, node_links
+
+
+def _check_link_entries(file: ClusterFile, types: set[str], names: set[str]) -> None:
+    seen = set()
+    for link in file.links:
+        pair, words = frozenset(link.between), " - ".join(link.between)
+        if link.gb_per_s <= 0:
+            raise UserError(
+                f"The link {words} of cluster {file.name} has {link.gb_per_s:g} GB/s: a bandwidth must be positive; "
+                "leave out machines that cannot reach each other."
+            )
+        if pair in seen:
+            raise UserError(f"Cluster {file.name} has the link {words} twice: remove one.")
+        seen.add(pair)
+        if unknown := sorted(pair - types - names):
+            near = difflib.get_close_matches(unknown[0], types | names, n=1, cutoff=0.5)
+            raise UserError(
+                f"A link of cluster {file.name} names {', '.join(unknown)}, which is no device type or machine of it"
+                + (f": did you mean '{near[0]}'?" if near else f": it has {', '.join(sorted(types))}.")
+            )
+        if not pair <= types and (not pair <= names or len(pair) < 2):
+            raise UserError(
+                f"The link {words} of cluster {file.name} must be between two device types or two different machines; "
+                "the bandwidth inside a machine is link_gb_per_s of its group."
+            )
 
 
 def _check_links(topology: Topology) -> None:

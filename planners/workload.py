@@ -1,14 +1,13 @@
 """What one training step asks of the cluster."""
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from planners.lengths import LengthSpec
+from planners.sections import Section
 
 
-class Workload(BaseModel):
+class Workload(Section):
     """Sizes of a training step and how stale its data may be. B and G are the symbols of the paper (AReaL-Hex)."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     prompts_per_step: int = Field(default=8, ge=1, description="Prompts (groups) consumed by one training step: B.")
     group_size: int = Field(default=8, ge=1, description="Answers generated for each prompt: G.")
@@ -17,6 +16,7 @@ class Workload(BaseModel):
     max_staleness: int = Field(
         default=2,
         ge=0,
+        le=100,  # far beyond what learns
         description="Largest number of policy versions between a trained token and the step that trains on it: η.",
     )
     prompt_lengths: LengthSpec | None = Field(

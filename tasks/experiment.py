@@ -3,21 +3,18 @@
 The defaults are the laptop run, so an empty form trains SmolLM2-135M on one-digit sums.
 """
 
-import difflib
+import json
+import os
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
 from planners.errors import UserError
+from planners.sections import NAME_PATTERN, Section, parse_section, parse_yaml, read_tree
 from planners.workload import Workload
 
-
-class Section(BaseModel):
-    """A part of the experiment: immutable, and an unknown key is an error."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
+_PATHS = ("data.path", "model.source")
 
 
 class ModelSection(Section):
@@ -26,7 +23,8 @@ class ModelSection(Section):
     source: str = Field(
         default="smollm2-135m-instruct",
         description="`smollm2-135m-instruct` (shipped in a Python package), `tiny-random` (1 M parameters, byte "
-        "tokenizer), or a directory in Hugging Face layout with safetensors weights and a tokenizer.",
+        "tokenizer), or a directory in Hugging Face layout with safetensors weights and a tokenizer (in the form, an "
+        "absolute path).",
     )
     dtype: Literal["float32", "bfloat16"] = Field(default="float32", description="float32 on CPUs, bfloat16 on GPUs.")
     max_context: int = Field(default=512, ge=16, description="Longest prompt plus answer the engine serves, in tokens.")
@@ -90,7 +88,11 @@ class AlgorithmSection(Section):
         default=2.0, gt=0, description="Cap of π_prox/π_behave, the correction for stale tokens."
     )
     gradient_clip: float = Field(default=1.0, gt=0, description="Largest global gradient norm.")
-    minibatches: int = Field(default=1, ge=1, description="Optimiser updates per training step.")
+    minibatches: int = Field(
+        default=1,
+        ge=1,
+        description="Optimiser updates per training step, at most workload.prompts_per_step; it need not divide them.",
+    )
     tokens_per_micro_batch: int = Field(
         default=1024, ge=1, description="Largest packed micro-batch in tokens (a larger single group goes alone)."
     )
@@ -149,7 +151,7 @@ class TrackingSection(Section):
 class RunSection(Section):
     """Length, seeds and patience of the run."""
 
-    name: str = Field(default="laptop", pattern=r"^[a-z0-9][a-z0-9-]*$", description="Start of the run's id.")
+    name: str = Field(default="laptop", pattern=NAME_PATTERN, description="Start of the run's id.")
     steps: int = Field(default=40, ge=1, description="Training steps.")
     seed: int = Field(default=0, ge=0, description="Seed of data order, sampling and training.")
     checkpoint_every: int = Field(
@@ -216,44 +218,51 @@ class Experiment(Section):
 def load_experiment(path: Path, overrides: list[str] | None = None) -> Experiment:
     """Read an experiment file and apply dotted overrides such as `algorithm.lr=1e-6`.
 
-    Relative paths (`data.path`, a directory in `model.source`) are made absolute: workers run in other directories.
+    Relative paths (`data.path`, a directory in `model.source`) are made absolute, since workers run in other
+    directories: those of the file start at the file, those of overrides at the working directory.
 
     Raises:
-        UserError: the file is missing or not YAML, a key is unknown (the nearest is named), or a value does not fit.
+        UserError: the file is missing, empty or not YAML, a key is unknown (the nearest is named) or there twice, or a
+            value does not fit.
     """
-    try:
-        tree = yaml.safe_load(path.read_text()) or {}
-    except FileNotFoundError:
-        raise UserError(f"There is no experiment file {path}; shipped ones lie in deployments/experiments/.") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"The experiment file {path} cannot be read: {error}.") from None
-    except yaml.YAMLError as error:
-        raise UserError(f"{path} is not valid YAML: {' '.join(str(error).split())}.") from None
-    if not isinstance(tree, dict):
-        raise UserError(f"{path} must hold sections such as `model:` and `run:`, not a {type(tree).__name__}.")
+    tree = read_tree(path, "experiment")
+    for key in _PATHS:
+        section, _, name = key.partition(".")
+        if isinstance(tree.get(section), dict) and name in tree[section]:
+            tree[section][name] = _absolute(key, tree[section][name], path.absolute().parent)
     for override in overrides or []:
         _apply_override(tree, override)
-    experiment = parse_experiment(tree, str(path))
-    updates: dict[str, Section] = {}
-    if experiment.data.path:
-        updates["data"] = experiment.data.model_copy(update={"path": str(Path(experiment.data.path).absolute())})
-    if Path(experiment.model.source).is_dir():
-        source = str(Path(experiment.model.source).absolute())
-        updates["model"] = experiment.model.model_copy(update={"source": source})
-    return experiment.model_copy(update=updates)
+    return parse_experiment(tree, str(path))
+
+
+def read_resolved_experiment(path: Path) -> Experiment:
+    """The experiment that was stored with a run.
+
+    Raises:
+        UserError: the file is damaged, or of a hexflow that knew other keys or values.
+    """
+    try:
+        tree = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}, the experiment of the run, cannot be read ({error}): start a new run.") from None
+    return parse_experiment(tree, str(path))
 
 
 def parse_experiment(tree: dict[str, Any], origin: str) -> Experiment:
     """Validate a tree of values; `origin` names it in errors.
 
     Raises:
-        UserError: one sentence per fault, with the nearest known key for a misspelt one.
+        UserError: one phrase per fault, with the nearest known key for a misspelt one.
     """
-    try:
-        return Experiment.model_validate(tree)
-    except ValidationError as error:
-        faults = "; ".join(_describe_fault(fault) for fault in error.errors())
-        raise UserError(f"{origin}: {faults}.") from None
+    return parse_section(Experiment, tree, origin)
+
+
+def _absolute(key: str, value: Any, start: Path) -> Any:
+    """The path that a value names, from `start` on; what is none, such as a shipped model's name, stays."""
+    if not isinstance(value, str) or not value:
+        return value
+    path = start / os.path.expanduser(value)
+    return str(path.resolve()) if key == "data.path" or path.is_dir() else value
 
 
 def _apply_override(tree: dict[str, Any], override: str) -> None:
@@ -269,27 +278,7 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
         if not isinstance(node, dict):
             raise UserError(f"The override '{override}' goes below '{part}', which holds a plain value.")
     try:
-        node[parts[-1]] = yaml.safe_load(text)
-    except yaml.YAMLError:
+        value = parse_yaml(text)
+    except ValueError:
         raise UserError(f"The value of the override '{override}' is not valid YAML: quote it.") from None
-
-
-def _describe_fault(fault: Any) -> str:
-    location = [str(part) for part in fault["loc"]]
-    where = ".".join(location) or "experiment"
-    if fault["type"] == "extra_forbidden":
-        known = _keys_at(location[:-1])
-        near = difflib.get_close_matches(location[-1], known, n=1, cutoff=0.5)
-        hint = f"did you mean '{near[0]}'?" if near else f"known keys: {', '.join(known)}"
-        return f"unknown key '{where}' ({hint})"
-    if fault["type"] == "value_error":
-        return str(fault["ctx"]["error"])
-    message = fault["msg"][0].lower() + fault["msg"][1:]
-    return f"'{where}' is {fault['input']!r}: {message}"
-
-
-def _keys_at(location: list[str]) -> list[str]:
-    model: Any = Experiment
-    for part in location:
-        model = model.model_fields[part].annotation
-    return list(model.model_fields)
+    node[parts[-1]] = _absolute(key, value, Path.cwd()) if key in _PATHS else value

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from planners.errors import UserError
-from tasks.experiment import Experiment, load_experiment
+from tasks.experiment import Experiment, load_experiment, read_resolved_experiment
 
 TINY = Path(__file__).parent.parent / "deployments" / "experiments" / "tiny.yaml"
 
@@ -34,6 +34,19 @@ def test_overrides_change_single_values() -> None:
         ("lr=1", "not of the form section.key=value"),
         ("run.steps.deep=1", "'steps', which holds a plain value"),
         ("run.name=[", "not valid YAML"),
+        ("run.name=Laptop", "use lower-case letters, digits and hyphens"),
+        ("run.steps=true", r"'run.steps' is true: input should not be true or false"),
+        ("algorithm.zero_stage=true", "should not be true or false"),
+        ("run.steps=", r"'run.steps' is empty: input should be a valid integer"),
+        ("algorithm.lr=.inf", r"'algorithm.lr' is inf: input should be a finite number"),
+        ("algorithm.gradient_clip=.nan", "finite number"),
+        ("workload.max_staleness=101", "less than or equal to 100"),
+        (
+            "workload.response_lengths={kind: samples, tokns: [1]}",
+            r"response_lengths.tokns' \(did you mean 'tokens'\?\)",
+        ),
+        ("workload.response_lengths={mean: 3}", "'workload.response_lengths' lacks the key 'kind'"),
+        ("workload.response_lengths={kind: log-normal, mean: .inf, q99: 1, cap: 1}", r"response_lengths.mean' is inf"),
     ],
 )
 def test_a_fault_is_named_with_its_remedy(override: str, message: str) -> None:
@@ -42,26 +55,80 @@ def test_a_fault_is_named_with_its_remedy(override: str, message: str) -> None:
 
 
 def test_files_that_are_no_experiments(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="There is no experiment file"):
+    with pytest.raises(
+        UserError, match=rf"There is no experiment file .*absent.yaml; shipped ones lie in {TINY.parent}"
+    ):
         load_experiment(tmp_path / "absent.yaml")
+    with pytest.raises(UserError, match=f"did you mean {TINY}"):
+        load_experiment(tmp_path / "tiney.yaml")
+    with pytest.raises(UserError, match="is a directory: name one experiment file"):
+        load_experiment(tmp_path)
     (tmp_path / "list.yaml").write_text("- 1\n")
-    with pytest.raises(UserError, match="must hold sections"):
+    with pytest.raises(UserError, match="must hold keys and values, not a list"):
         load_experiment(tmp_path / "list.yaml")
     (tmp_path / "broken.yaml").write_text("a: [\n")
     with pytest.raises(UserError, match="is not valid YAML"):
         load_experiment(tmp_path / "broken.yaml")
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(UserError, match=r"cannot be read|not valid YAML"):
+    with pytest.raises(UserError, match="no text in UTF-8"):
         load_experiment(tmp_path / "binary.yaml")
+    (tmp_path / "empty.yaml").write_text("# nothing\n")
+    with pytest.raises(UserError, match=r"empty\.yaml is empty"):
+        load_experiment(tmp_path / "empty.yaml", ["run.steps=1"])
 
 
-def test_relative_paths_become_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "model").mkdir()
-    overrides = ["data.kind=jsonl", "data.path=questions.jsonl", "model.source=model", "reward.kind=math_verify"]
-    experiment = load_experiment(TINY, overrides)
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("run:\n  steps: 1\n  seed: 2\n  steps: 3\n", "line 4: the key 'steps' is there twice"),
+        ("run: {steps: 1}\nrun: {seed: 1}\n", "line 2: the key 'run' is there twice"),
+        ("run:\n", "'run' is empty: it must hold keys and values"),
+        ("1: 2\n", "keys should be strings"),
+        ("tracking: {tags: {day: 2026-13-45}}\n", "not valid YAML: month must be"),
+        ("[" * 3000, "nested too deeply"),
+        ("run: {steps: 1}\n---\nrun: {steps: 2}\n", "expected a single document"),
+    ],
+)
+def test_yaml_that_says_something_else_than_it_seems_is_refused(text: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "bad.yaml").write_text(text)
+    with pytest.raises(UserError, match=message):
+        load_experiment(tmp_path / "bad.yaml")
+
+
+def test_keys_that_are_merged_may_be_overridden(tmp_path: Path) -> None:
+    """A YAML merge (`<<`) brings the same keys on purpose."""
+    (tmp_path / "merged.yaml").write_text("run: &base {steps: 1}\nworkload: {}\nalgorithm:\n  <<: {lr: 1}\n  lr: 2\n")
+    assert load_experiment(tmp_path / "merged.yaml").algorithm.lr == 2
+
+
+def test_relative_paths_start_where_they_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the file at the file, those of overrides at the working directory; `~` is the user's home."""
+    for place in ("file", "here"):
+        (tmp_path / place / "model").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    written = tmp_path / "file" / "mine.yaml"
+    written.write_text(
+        "model: {source: model}\ndata: {kind: jsonl, path: questions.jsonl}\nreward: {kind: math_verify}\n"
+    )
+    experiment = load_experiment(written)
+    assert experiment.model.source == str(tmp_path / "file" / "model")
+    assert experiment.data.path == str(tmp_path / "file" / "questions.jsonl")
+    experiment = load_experiment(written, ["data.path=~/questions.jsonl", "model.source=model"])
+    assert experiment.model.source == str(tmp_path / "here" / "model")
     assert experiment.data.path == str(tmp_path / "questions.jsonl")
-    assert experiment.model.source == str(tmp_path / "model")
+
+
+def test_a_stored_experiment_that_is_damaged_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "experiment.json"
+    path.write_text(load_experiment(TINY).model_dump_json())
+    assert read_resolved_experiment(path) == load_experiment(TINY)
+    path.write_text("{")
+    with pytest.raises(UserError, match=r"the experiment of the run, cannot be read .*: start a new run"):
+        read_resolved_experiment(path)
+    path.write_text('{"run": {"stepps": 1}}')
+    with pytest.raises(UserError, match="did you mean 'steps'"):
+        read_resolved_experiment(path)
 
 
 def test_the_resolved_experiment_survives_storage() -> None:

@@ -84,12 +84,48 @@ def test_an_unknown_device_is_answered_with_the_nearest() -> None:
         ({"links": [{"between": ["h20", "h20"], "gb_per_s": 5}]}, "a-0 .*b-0"),
         ({"links": []}, "is disconnected"),
         ({"links": [{"between": ["h20", "l4"], "gb_per_s": 5}]}, "names l4"),
+        ({"links": [{"between": ["a-0", "b-9"], "gb_per_s": 5}]}, r"names b-9, .* did you mean 'b-\d'"),
+        ({"links": [{"between": ["a-0", "a-0"], "gb_per_s": 5}]}, "link_gb_per_s of its group"),
+        ({"links": [{"between": ["a-0", "h20"], "gb_per_s": 5}]}, "two device types or two different machines"),
+        ({"links": [{"between": ["h20", "h20"], "gb_per_s": 5}] * 2}, "the link h20 - h20 twice"),
+        (
+            {"machines": [{"name": "a", "device_type": "h800", "devices": 1}]},
+            r"device type 'h800' \(did you mean h800-sxm or h800-paper\?\): known types are a100-40, ",
+        ),
+        ({"machines": [{"name": "a", "device_type": "zzz", "devices": 1}]}, "'zzz': known types are a100-40, "),
         ({"machines": [{"name": "a", "device_type": "h20", "devices": 1}] * 2}, "two machines called a-0"),
     ],
 )
 def test_bad_clusters_are_refused_in_words(changes: dict[str, object], message: str) -> None:
     with pytest.raises(UserError, match=message):
         parse_cluster(cluster(**changes))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "c.yaml is empty; shipped ones lie in .*clusters"),
+        ("- 1\n", "must hold keys and values, not a list"),
+        ("name: c\nname: d\n", "line 2: the key 'name' is there twice"),
+        ("name: c\nmachins: []\n", r"unknown key 'machins' \(did you mean 'machines'\?\)"),
+        ("machines: [{nmae: a, device_type: h20, devices: 8}]", r"'machines.0.nmae' \(did you mean 'name'\?\)"),
+        ("machines: [{name: a, device_type: h20, devices: 8, count: 0}]", r"'machines.0.count' is 0: .* equal to 1"),
+        ("machines: [{name: a, device_type: h20, devices: true}]", "should not be true or false"),
+        ("name: c\nmachines: []\nlinks: [{between: [a, b]}]", "'links.0.gb_per_s' is missing"),
+        ("name: c\nmachines: []\nstorage: {read_gb_per_s: 0}", "'storage.read_gb_per_s' is 0"),
+    ],
+)
+def test_a_cluster_file_is_refused_like_an_experiment_file(text: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text(text)
+    with pytest.raises(UserError, match=message):
+        read_cluster(tmp_path / "c.yaml")
+
+
+def test_a_missing_cluster_file_is_answered_with_the_place_of_the_shipped_ones(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=f"lie in {CLUSTERS[0].parent}"):
+        read_cluster(tmp_path / "absent.yaml")
+    with pytest.raises(UserError, match="is a directory: name one cluster file"):
+        read_cluster(tmp_path)
 
 
 @pytest.mark.parametrize("price", ["-1", ".inf", ".nan"])
@@ -125,6 +161,11 @@ def test_groups_of_one_type_at_different_prices_are_types_of_their_own() -> None
     assert {t: d.usd_per_h for t, d in topology.types.items()} == {"h20@own": 1.85, "h20@spot": 0.5}
     a, b = topology.nodes
     assert topology.link(a, b) == 5e9
+    exact = {"between": ["h20@own", "h20@spot"], "gb_per_s": 2}
+    for order in ([exact, *links], [*links, exact]):
+        topology = parse_cluster(cluster(machines=machines, links=order))
+        a, b = topology.nodes
+        assert topology.link(a, b) == 2e9, "the order of links decided"
 
 
 def test_mixtures_of_experts_and_unknown_architectures_are_refused(tmp_path: Path) -> None:

@@ -218,11 +218,7 @@ def open_generator(data: DataSection, seed: int) -> Any:
     Raises:
         UserError: the task is unknown (the nearest is named) or its parameters do not fit.
     """
-    names = generator_names()
-    if data.task not in names:
-        near = difflib.get_close_matches(data.task, names, n=1, cutoff=0.5)
-        hint = f"did you mean '{near[0]}'?" if near else f"for example: {', '.join(names[:8])}"
-        raise UserError(f"data.task '{data.task}' is not a reasoning-gym generator ({hint}).")
+    check_task(data)
     from reasoning_gym.factory import DATASETS, create_dataset  # imports all generators, which takes 5 to 15 s
 
     known = [name for name in DATASETS[data.task][1].__dataclass_fields__ if name not in ("seed", "size")]
@@ -235,6 +231,19 @@ def open_generator(data: DataSection, seed: int) -> Any:
         return create_dataset(data.task, **data.parameters, seed=seed, size=GENERATOR_BLOCK)
     except (AssertionError, TypeError, ValueError) as error:
         raise UserError(f"data.parameters {data.parameters} do not fit {data.task}: {error}.") from None
+
+
+def check_task(data: DataSection) -> None:
+    """Refuse questions of an unknown kind; takes no time.
+
+    Raises:
+        UserError: `data.task` is no generator of reasoning-gym (the nearest is named), though `data.kind` asks for one.
+    """
+    names = generator_names()
+    if data.kind == "reasoning_gym" and data.task not in names:
+        near = difflib.get_close_matches(data.task, names, n=1, cutoff=0.5)
+        hint = f"did you mean '{near[0]}'?" if near else f"for example: {', '.join(names[:8])}"
+        raise UserError(f"data.task '{data.task}' is not a reasoning-gym generator ({hint}).")
 
 
 @functools.cache

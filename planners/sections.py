@@ -1,0 +1,184 @@
+"""What a person writes in YAML: read without losing a key, checked without surprises, and its faults in words.
+
+Experiment and cluster files are both read by it.
+"""
+
+import difflib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypeVar, get_args
+
+import yaml
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic_core import PydanticCustomError
+
+from planners.errors import UserError
+
+SHIPPED = Path(__file__).resolve().parent.parent / "deployments"
+"""Where the shipped files lie, whatever the working directory is."""
+NAME_PATTERN = r"^[a-z0-9][a-z0-9-]*$"
+"""The only pattern that texts in a section have to match."""
+_SHOWN_CHARACTERS = 60
+_TRUTH = "truth"
+_Model = TypeVar("_Model", bound=BaseModel)
+
+
+class Section(BaseModel):
+    """A part of a file: immutable; an unknown key, a number that is not finite and a truth for a number are errors."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _truth_is_no_number(cls, values: Any) -> Any:
+        """Pydantic takes `true` for 1."""
+        for key, value in values.items() if isinstance(values, dict) else ():
+            field = cls.model_fields.get(key)
+            if isinstance(value, bool) and field is not None and field.annotation is not bool:
+                raise PydanticCustomError(_TRUTH, "{key}", {"key": key})
+        return values
+
+
+def read_tree(path: Path, what: str) -> dict[str, Any]:
+    """The keys and values of a YAML file.
+
+    Args:
+        path: the file.
+        what: "experiment" or "cluster".
+
+    Raises:
+        UserError: the file is missing (a shipped one is named), unreadable, not YAML, empty, or not made of keys.
+    """
+    if path.is_dir():
+        raise UserError(f"{path} is a directory: name one {what} file in it.")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise UserError(f"There is no {what} file {path}{_hint(path, what)}") from None
+    except UnicodeDecodeError:
+        raise UserError(f"The {what} file {path} cannot be read: it is no text in UTF-8.") from None
+    except OSError as error:
+        raise UserError(f"The {what} file {path} cannot be read: {error.strerror}.") from None
+    try:
+        tree = parse_yaml(text)
+    except ValueError as error:
+        raise UserError(f"{path} is not valid YAML: {error}.") from None
+    if tree is None:
+        raise UserError(f"The {what} file {path} is empty; shipped ones lie in {SHIPPED / f'{what}s'}.")
+    if not isinstance(tree, dict):
+        raise UserError(f"The {what} file {path} must hold keys and values, not a {type(tree).__name__}.")
+    return tree
+
+
+def parse_yaml(text: str) -> Any:
+    """The value of a YAML text.
+
+    Raises:
+        ValueError: it is no YAML, or a key occurs twice in one section; the message says where, without a full stop.
+    """
+    try:
+        return yaml.load(text, _UniqueKeys)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        where = f"line {mark.line + 1}: " if mark else ""
+        raise ValueError(where + ", ".join(filter(None, (error.context, error.problem)))) from None
+    except yaml.YAMLError as error:
+        raise ValueError(" ".join(str(error).split())) from None
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def parse_section(kind: type[_Model], tree: Any, origin: str) -> _Model:
+    """Check a tree of values; `origin` names it in errors.
+
+    Raises:
+        UserError: one phrase per fault, with the nearest known key for a misspelt one.
+    """
+    try:
+        return kind.model_validate(tree)
+    except ValidationError as error:
+        faults = "; ".join(dict.fromkeys(_describe(kind, fault) for fault in error.errors()))
+        raise UserError(f"{origin}: {faults}.") from None
+
+
+class _UniqueKeys(yaml.SafeLoader):
+    """Refuses a key that occurs twice: of two values the first would be lost without a word."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.value in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the key '{key.value}' is there twice", key.start_mark
+                )
+            seen.add(key.value if isinstance(key, yaml.ScalarNode) else None)
+        return super().construct_mapping(node, deep)
+
+
+def _hint(path: Path, what: str) -> str:
+    """The end of the sentence that a file is not there: the shipped one of a similar name, or the place of all."""
+    files = {file.stem: file for file in sorted((SHIPPED / f"{what}s").glob("*.yaml"))}
+    near = difflib.get_close_matches(path.stem, files, n=1)
+    return f": did you mean {files[near[0]]}?" if near else f"; shipped ones lie in {SHIPPED / f'{what}s'}."
+
+
+def _describe(kind: type[BaseModel], fault: Any) -> str:
+    """One phrase on a fault: where, what was given, what is wanted."""
+    where, owners = _follow(kind, fault["loc"])
+    place, given, problem = f"'{where}'", fault["input"], fault["type"]
+    if problem == "extra_forbidden":
+        known = [key for owner in owners for key in owner.model_fields]
+        near = difflib.get_close_matches(where.rpartition(".")[2], known, n=1, cutoff=0.5)
+        hint = f"did you mean '{near[0]}'?" if near else f"known keys: {', '.join(known)}"
+        return f"unknown key {place} ({hint})"
+    if problem == _TRUTH:
+        key = ".".join(filter(None, (where, fault["ctx"]["key"])))
+        return f"'{key}' is {str(given[fault['ctx']['key']]).lower()}: input should not be true or false"
+    if problem == "missing":
+        return f"{place} is missing"
+    if problem == "value_error":
+        return f"{place}: {fault['ctx']['error']}" if where else str(fault["ctx"]["error"])
+    if problem == "union_tag_not_found":
+        return f"{place} lacks the key {fault['ctx']['discriminator']}"
+    message = fault["msg"][0].lower() + fault["msg"][1:]
+    if problem in ("model_type", "model_attributes_type", "dict_type"):
+        message = "it must hold keys and values"
+    elif problem == "string_pattern_mismatch":
+        message = "use lower-case letters, digits and hyphens"
+    message = message.replace("valid tuple", "valid list").replace("tuple", "list")
+    return f"{place} is empty: {message}" if given is None else f"{place} is {_shorten(repr(given))}: {message}"
+
+
+def _follow(kind: type[BaseModel], location: Sequence[str | int]) -> tuple[str, list[type[BaseModel]]]:
+    """The dotted keys of a fault's location as a person wrote them, and the sections that could own the last one.
+
+    Pydantic puts the tag of a union between the keys; a person has not written it there.
+    """
+    owners, inner, path = [kind], [kind], []
+    for part in location:
+        tagged = [model for model in inner if part in _tags(model)]
+        if len(inner) > 1 and tagged:
+            inner = tagged
+            continue
+        path.append(str(part))
+        owners = inner
+        if isinstance(part, str):
+            fields = [model.model_fields[part].annotation for model in inner if part in model.model_fields]
+            inner = [model for annotation in fields for model in _models_in(annotation)]
+    return ".".join(path), owners
+
+
+def _tags(model: type[BaseModel]) -> tuple[Any, ...]:
+    return get_args(model.model_fields["kind"].annotation) if "kind" in model.model_fields else ()
+
+
+def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
+    """The models that an annotation such as `list[Link]` or `A | B | None` is made of."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for argument in get_args(annotation):
+        yield from _models_in(argument)
+
+
+def _shorten(text: str) -> str:
+    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[: _SHOWN_CHARACTERS - 1]}…"
