@@ -6,10 +6,9 @@ import re
 import shutil
 import subprocess
 
-import psutil
-
 from planners.cluster import Device, Machine
 from planners.errors import UserError
+from tasks.memory import memory_bytes
 
 CONTROL = "control"
 """The work pool of flows that decide; device types name pools too, so none may be called like it."""
@@ -44,7 +43,7 @@ def _devices() -> tuple[Device, ...]:
 
 
 def _cpu_devices(type_by_core: dict[int, str], cores: int) -> tuple[Device, ...]:
-    share_bytes = psutil.virtual_memory().total // cores
+    share_bytes = memory_bytes()[0] // cores
     return tuple(
         Device(index=core, device_type=device_type, kind="cpu", memory_bytes=share_bytes)
         for core, device_type in sorted(type_by_core.items())

@@ -10,7 +10,9 @@ import importlib.metadata
 import importlib.util
 import json
 import os
+import re
 import shutil
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -18,11 +20,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 import filelock
-import psutil
 
 from planners.errors import UserError
 from tasks.exchange.files import is_temporary, publish_directory, remove_directory, write_json
 from tasks.experiment import ModelSection
+from tasks.memory import memory_bytes
 from tasks.settings import Settings
 
 MANIFEST = "prepared.json"
@@ -32,6 +34,7 @@ SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCaus
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 PICKLE_PATTERNS = ("*.bin", "*.pt", "*.pth", "*.pkl", "*.pickle", "*.ckpt")
 TINY_EMBEDDING_STD = 0.075
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 GGUF_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 Dtype = Literal["float32", "bfloat16"]
@@ -76,6 +79,10 @@ def _prepare_shipped(model: ModelSection, shipped: ShippedModel, models: Path) -
         if not _is_intact(path):
             _check_room(model.source, shipped, models)
             _clear(path)
+            # A command that needs the model would be silent for a minute; stdout belongs to its result.
+            print(
+                f"Making the model {model.source} ready in {path}: up to 2 minutes, once.", file=sys.stderr, flush=True
+            )
             publish_directory(path, lambda directory: _fill(directory, model.dtype, shipped))
     return path
 
@@ -169,7 +176,7 @@ def _check_room(source: str, shipped: ShippedModel, models: Path) -> None:
 
 
 def _check_memory(source: str, needed_bytes: int) -> None:
-    available_bytes = psutil.virtual_memory().available
+    _, available_bytes = memory_bytes()
     if available_bytes < needed_bytes:
         raise UserError(
             f"{source} needs {_gib(needed_bytes)} of memory to be loaded, but {_gib(available_bytes)} are available: "
@@ -191,7 +198,7 @@ def _find_user_directory(source: str) -> Path:
     near = difflib.get_close_matches(source, SHIPPED_MODELS, n=1, cutoff=0.5)
     hint = f"did you mean '{near[0]}'?" if near else f"shipped models: {', '.join(SHIPPED_MODELS)}"
     if not near and not path.is_absolute():
-        hint += f"; a directory needs its absolute path: there is none in {Path.cwd()}"
+        hint += "; a relative path starts at the experiment file, in an override at the working directory"
     raise UserError(f"model.source '{source}' is neither a shipped model nor a directory ({hint}).")
 
 
@@ -207,25 +214,34 @@ def _check_user_directory(path: Path) -> None:
         raise UserError(f"The model in {path} is quantised and cannot be trained: save it dequantised first.")
     if config.get("use_sliding_window"):
         raise UserError(f"The model in {path} uses sliding-window attention, which cannot be trained here.")
-    if not any((path / name).is_file() for name in TOKENIZER_FILES):
-        raise UserError(f"The model directory {path} has no tokenizer: save it there with tokenizer.save_pretrained().")
+    _check_complete(path, config)
     weights_bytes = _check_weights(path)
     _check_memory(str(path), weights_bytes)
 
 
-def _check_weights(path: Path) -> int:
-    """Size of the weights in bytes."""
-    from safetensors import SafetensorError, safe_open
-
+def _check_complete(path: Path, config: dict[str, Any]) -> None:
     pickles = sorted(file.name for pattern in PICKLE_PATTERNS for file in path.glob(pattern))
     if pickles:
         raise UserError(
             f"The model directory {path} holds pickled weights ({pickles[0]}), which can run code when loaded: save "
             "the model with safetensors and delete them."
         )
+    lacks = [] if any(path.glob("*.safetensors")) else ["weights (*.safetensors)"]
+    lacks += [] if any((path / name).is_file() for name in TOKENIZER_FILES) else ["tokenizer (tokenizer.json)"]
+    if lacks:
+        known = str(config.get("_name_or_path"))
+        name = known if _HUB_NAME.fullmatch(known) else "ORGANISATION/NAME"
+        raise UserError(
+            f"The model directory {path} has no {' and no '.join(lacks)}: download the whole model, as with "
+            f"`hf download {name} --local-dir DIRECTORY`, and name it with model.source=DIRECTORY."
+        )
+
+
+def _check_weights(path: Path) -> int:
+    """Size of the weights in bytes."""
+    from safetensors import SafetensorError, safe_open
+
     shards = {file.name for file in path.glob("*.safetensors")}
-    if not shards:
-        raise UserError(f"The model directory {path} has no *.safetensors weights: save the model with safetensors.")
     index = path / "model.safetensors.index.json"
     if index.is_file():
         missing = sorted(set(_read_json(index).get("weight_map", {}).values()) - shards)

@@ -8,8 +8,6 @@ import tempfile
 import time
 from pathlib import Path
 
-import psutil
-
 from planners.cluster import Machine
 from planners.errors import UserError
 from planners.machine import check_devices
@@ -20,6 +18,7 @@ from tasks.devices import describe_holder
 from tasks.discovery import discover_machine
 from tasks.exchange.layout import RunDirectory
 from tasks.experiment import Experiment
+from tasks.memory import memory_bytes
 from tasks.models import load_tokenizer, prepare_model
 from tasks.profiling.profile import profile_device
 from tasks.rollout.prompts import PromptSource
@@ -54,6 +53,16 @@ def require_free_devices(experiment: Experiment, settings: Settings, run_id: str
         time.sleep(0.2)
 
 
+def require_places(settings: Settings) -> None:
+    """Make the directories of state and runs, and refuse them where they cannot be written.
+
+    Raises:
+        UserError: names the place and the variable that chooses another.
+    """
+    _check_writable(settings.home, "HEXFLOW_HOME")
+    _check_writable(settings.runs, "HEXFLOW_RUNS")
+
+
 def make_ready(experiment: Experiment, settings: Settings, run: RunDirectory | None = None) -> Path:
     """Prepare the model, and check that data, prompts, devices, memory and storage can serve the experiment.
 
@@ -70,8 +79,7 @@ def make_ready(experiment: Experiment, settings: Settings, run: RunDirectory | N
             storage do not suffice.
     """
     machine = _usable_machine(experiment)
-    _check_writable(settings.home, "HEXFLOW_HOME")
-    _check_writable(settings.runs, "HEXFLOW_RUNS")
+    require_places(settings)
     model_path = prepare_model(experiment.model, settings)
     parameters = count_parameters(model_path)
     _check_memory(experiment, machine, model_path, parameters)
@@ -141,7 +149,7 @@ def _check_memory(experiment: Experiment, machine: Machine, model_path: Path, pa
     # One process trains and one generates, in the same memory.
     training = training_memory_bytes(parameters, experiment.algorithm.zero_stage, ranks=1)
     rollout = parameters * _ELEMENT_BYTES[experiment.model.dtype] + CPU_KV_CACHE_BYTES
-    available = psutil.virtual_memory().available
+    _, available = memory_bytes()
     if training + rollout > available:
         raise UserError(
             f"{experiment.model.source} needs at least {_gib(training + rollout)} of memory here, {_gib(training)} to "

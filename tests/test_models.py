@@ -189,13 +189,13 @@ def test_a_sound_directory_is_used_where_it_lies(private: Settings, directory: P
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda path: (path / "tokenizer.json").unlink(), "no tokenizer"),
+        (lambda path: (path / "tokenizer.json").unlink(), r"no tokenizer \(tokenizer\.json\): download the whole"),
         (lambda path: (path / "pytorch_model.bin").touch(), r"pickled weights \(pytorch_model\.bin\)"),
         (lambda path: (path / "state.pt").touch(), r"pickled weights \(state\.pt\)"),
         (lambda path: (path / "config.json").unlink(), r"no config\.json"),
         (lambda path: (path / "config.json").write_text("{"), "not valid JSON"),
         (lambda path: (path / "config.json").write_text("[]"), "JSON object"),
-        (lambda path: (path / "model.safetensors").unlink(), r"no \*\.safetensors"),
+        (lambda path: (path / "model.safetensors").unlink(), r"no weights \(\*\.safetensors\): download"),
         (lambda path: (path / "model.safetensors").write_bytes(b"short"), "not a whole safetensors file"),
         (
             lambda path: (path / "model.safetensors.index.json").write_text('{"weight_map": {"w": "b.safetensors"}}'),
@@ -217,12 +217,23 @@ def test_an_unfit_directory_is_refused_with_the_reason(
         prepare_model(ModelSection(source=str(directory)), private)
 
 
+@pytest.mark.parametrize("size", ["1.5b", "7b", "14b"])
+def test_a_shipped_configuration_says_how_to_get_its_model(size: str, private: Settings) -> None:
+    path = Path(__file__).parent.parent / "deployments" / "models" / f"r1-distill-qwen-{size}"
+    message = (
+        r"has no weights \(\*\.safetensors\) and no tokenizer \(tokenizer\.json\): download the whole model, as with "
+        rf"`hf download deepseek-ai/DeepSeek-R1-Distill-Qwen-{size.upper()} --local-dir DIRECTORY`"
+    )
+    with pytest.raises(UserError, match=message):
+        prepare_model(ModelSection(source=str(path)), private)
+
+
 def test_a_misspelt_source_names_the_nearest(private: Settings) -> None:
     with pytest.raises(UserError, match="did you mean 'tiny-random'"):
         prepare_model(ModelSection(source="tiny-randm"), private)
     with pytest.raises(UserError, match="shipped models: smollm2-135m-instruct"):
         prepare_model(ModelSection(source="/no/such/place"), private)
-    with pytest.raises(UserError, match=r"shipped models: .* a directory needs its absolute path"):
+    with pytest.raises(UserError, match=r"shipped models: .* a relative path starts at the experiment file"):
         prepare_model(ModelSection(source="models/mine"), private)
 
 
@@ -264,7 +275,8 @@ def test_making_a_model_leaves_the_terminal_clean(private: Settings) -> None:
         timeout=100,
         check=True,
     )
-    assert (done.stdout, done.stderr) == ("", "")
+    assert (done.stdout, done.stderr.count("\n")) == ("", 1)
+    assert done.stderr.startswith(f"Making the model tiny-random ready in {private.models}")
 
 
 def test_tiny_random_in_bfloat16(private: Settings) -> None:

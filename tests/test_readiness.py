@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
-import psutil
 import pytest
 
 from planners.cluster import Device, Machine
@@ -114,7 +113,7 @@ def test_a_resumed_run_does_not_wait_for_its_own_actors(settings: Settings, monk
 
 
 def test_memory_is_checked_before_anything_starts(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=2**34, available=2**30))
+    monkeypatch.setattr(readiness, "memory_bytes", lambda: (2**34, 2**30))
     with pytest.raises(UserError, match=r"tiny-random needs at least 1.0 GiB .* but 1.0 GiB are available"):
         make_ready(tiny(), settings)  # weights and training come on top of 1 GiB for keys and values
 

@@ -4,10 +4,10 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-import psutil
 from safetensors import safe_open
 
 from planners.errors import UserError
+from tasks.memory import memory_bytes
 
 if TYPE_CHECKING:  # commands ask for sizes without loading torch
     from tasks.training.ranks import Ranks
@@ -54,7 +54,7 @@ def check_memory(model_path: Path, zero_stage: int, ranks: "Ranks") -> None:
 
         free: float = torch.cuda.mem_get_info(ranks.device)[0]
     else:
-        free = psutil.virtual_memory().available / ranks.size
+        free = memory_bytes()[1] / ranks.size
     if needed > free:
         raise UserError(
             f"Training {model_path} needs {needed / _GIB:.1f} GiB for weights, gradients and Adam on each rank, "
