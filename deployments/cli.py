@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from deployments.stack import Stack
+    from tasks.experiment import Experiment
     from tasks.settings import Settings
 
 FAILED, BAD_INPUT, CANCELLED = 1, 2, 130
@@ -47,12 +48,16 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # boxes cut choices in two in a narrow terminal
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-ExperimentFile = Annotated[Path, typer.Argument(help="Experiment file, YAML.", show_default=False)]
-JsonFile = Annotated[Path | None, typer.Option(help="File to write the result to.")]
+ExperimentFile = Annotated[
+    Path, typer.Argument(metavar="EXPERIMENT", help="Experiment file, YAML; the keys are in tasks/experiment.py.")
+]
 Overrides = Annotated[
-    list[str] | None, typer.Argument(help="Values to change, as in algorithm.lr=1e-6.", show_default=False)
+    list[str] | None,
+    typer.Argument(metavar="SECTION.KEY=VALUE", help="Values to change, as in algorithm.lr=1e-6."),
 ]
 
 
@@ -75,13 +80,20 @@ def _options(
 
 @app.command()
 def up() -> None:
-    """Start what is missing of the local stack: Prefect and MLflow servers, set-up, workers."""
+    """Start what is missing of the local stack.
+
+    It is a Prefect and an MLflow server on this machine, the set-up of pools and deployments, and a worker per pool.
+    Servers that PREFECT_API_URL and MLFLOW_TRACKING_URI name are used instead. May be repeated.
+    """
     _bring_up(_settings(), _console())
 
 
 @app.command()
 def down() -> None:
-    """End the local stack with everything that runs on it, and verify that nothing is left."""
+    """End the local stack and all that runs on it.
+
+    Verifies that nothing is left; may be repeated. Servers named in the environment stay.
+    """
     from deployments import stack
 
     console = _console()
@@ -91,7 +103,10 @@ def down() -> None:
 
 @app.command()
 def status() -> None:
-    """Show servers, workers and running runs; exit status 1 if the stack is not complete."""
+    """Show servers, workers and running runs.
+
+    Exit status 1 if the stack is not complete.
+    """
     from deployments import stack
     from deployments.show import show_status
 
@@ -110,14 +125,17 @@ def runs() -> None:
 
 @app.command()
 def train(experiment: ExperimentFile, overrides: Overrides = None) -> None:
-    """Train: start the stack if needed, run the experiment, show its progress. Ctrl-C cancels the run.
+    """Run an experiment and show its progress.
+
+    Starts the stack if needed. Ctrl-C cancels the run.
 
     Exit status 0: completed; 1: failed, or lost from sight; 2: bad input, nothing was started; 130: cancelled.
     """
     from tasks.experiment import load_experiment
-    from tasks.readiness import make_ready, require_free_devices
+    from tasks.readiness import make_ready, require_free_devices, require_places
 
     resolved, settings = load_experiment(experiment, overrides), _settings()
+    require_places(settings)
     require_free_devices(resolved, settings)
     make_ready(resolved, settings)
     _run_and_follow(settings, {"experiment": resolved.model_dump(mode="json"), "resume": None})
@@ -125,7 +143,10 @@ def train(experiment: ExperimentFile, overrides: Overrides = None) -> None:
 
 @app.command()
 def prepare(experiment: ExperimentFile, overrides: Overrides = None) -> None:
-    """Prepare the model and measure the devices, so that a run can start at once; quick when nothing changed."""
+    """Prepare the model and measure the devices.
+
+    A run can start at once then; quick when nothing changed.
+    """
     from tasks.discovery import discover_machine
     from tasks.experiment import load_experiment
     from tasks.readiness import make_ready, profile_machine
@@ -133,7 +154,7 @@ def prepare(experiment: ExperimentFile, overrides: Overrides = None) -> None:
     resolved, settings, console = load_experiment(experiment, overrides), _settings(), _console()
     console.print(f"Preparing {resolved.model.source} and checking the experiment.", soft_wrap=True)
     model_path = make_ready(resolved, settings)
-    console.print("Measuring the devices, unless that was done before: up to 4 minutes.")
+    console.print(_MEASURING)
     profiles = profile_machine(resolved, discover_machine(), model_path, settings)
     console.print(f"model: {model_path}", soft_wrap=True)
     for name, profile in profiles.items():
@@ -142,31 +163,37 @@ def prepare(experiment: ExperimentFile, overrides: Overrides = None) -> None:
 
 
 @app.command()
-def resume(run: Annotated[str, typer.Argument(help="Run id, as `hexflow runs` shows it.")]) -> None:
-    """Continue an unfinished run from its last checkpoint, under the experiment it was started with.
+def resume(run: Annotated[str, typer.Argument(metavar="RUN", help="Run id, as `hexflow runs` shows it.")]) -> None:
+    """Continue a run from its last checkpoint.
+
+    It goes on under the experiment that it was started with.
 
     Exit status as of `hexflow train`.
     """
-    import json
-
     from flows.context import require_unsupervised
     from tasks.exchange.layout import RunDirectory
     from tasks.exchange.ledger import Ledger
-    from tasks.experiment import parse_experiment
-    from tasks.readiness import require_free_devices
+    from tasks.experiment import read_resolved_experiment
+    from tasks.readiness import require_free_devices, require_places
 
     settings = _settings()
     path = RunDirectory(settings.runs / run).experiment
     if not path.exists():
         raise UserError(f"There is no run {run} in {settings.runs}: `hexflow runs` lists them.")
+    require_places(settings)
     ledger = Ledger(settings.ledger_url)
     row = ledger.find_run(run_id=run)
     if row is not None and row.state == "completed":
         raise UserError(f"Run {run} is complete: there is nothing to resume. Start a new run instead.")
     if row is not None:
         require_unsupervised(row, ledger)
-    resolved = parse_experiment(json.loads(path.read_text()), str(path))
+    resolved = read_resolved_experiment(path)
     require_free_devices(resolved, settings, run)
+    if row is None:
+        raise UserError(
+            f"The ledger does not know run {run} of {settings.runs}: set HEXFLOW_HOME and HEXFLOW_LEDGER_URL as they "
+            "were when it was started."
+        )
     _run_and_follow(settings, {"experiment": resolved.model_dump(mode="json"), "resume": run})
 
 
@@ -174,44 +201,75 @@ def resume(run: Annotated[str, typer.Argument(help="Run id, as `hexflow runs` sh
 def plan(
     experiment: ExperimentFile,
     overrides: Overrides = None,
-    cluster: Annotated[Path | None, typer.Option(help="Cluster file, YAML; empty: this machine.")] = None,
-    mode: Annotated[PlanMode, typer.Option(help="How to plan a cluster.")] = PlanMode.JOINT,
-    budget: Annotated[float | None, typer.Option(help="Rent at most this much, USD per hour.")] = None,
-    target: Annotated[float | None, typer.Option(help="Rent for this many response tokens/s, cheaply.")] = None,
-    sync: Annotated[SyncChoice, typer.Option(help="How weights reach replicas.")] = SyncChoice.STORAGE,
-    what_if: Annotated[bool, typer.Option(help="Allow layouts and sync modes that do not run yet.")] = False,
-    json: JsonFile = None,
+    cluster: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Plan for the machines that this YAML file describes. Without it: this machine."
+        ),
+    ] = None,
+    mode: Annotated[
+        PlanMode,
+        typer.Option(
+            help="joint: the fastest plan; two-phase: as AReaL-Hex plans; homogeneous, uniform, exhaustive: to compare."
+        ),
+    ] = PlanMode.JOINT,
+    budget: Annotated[
+        float | None, typer.Option(metavar="USD", help="The fastest plan that costs at most this much per hour.")
+    ] = None,
+    target: Annotated[
+        float | None, typer.Option(metavar="TOKENS", help="The cheapest plan with this many response tokens/s.")
+    ] = None,
+    sync: Annotated[
+        SyncChoice, typer.Option(help="How weights reach the replicas. All but storage need --what-if.")
+    ] = SyncChoice.STORAGE,
+    what_if: Annotated[
+        bool, typer.Option("--what-if", help="Allow layouts and sync modes that do not run yet.")
+    ] = False,
+    json: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the plan to this file, which `hexflow simulate` reads.")
+    ] = None,
 ) -> None:
-    """Show which devices would generate and which would train, and the predicted step time.
+    """Show what would run where, and how fast.
 
-    Without --cluster this machine is measured and planned for; with it, the described machines, from a cost model.
+    Without --cluster this machine is measured and planned for. With it the described machines are, by a cost model, to
+    which the other options belong.
     """
     from tasks.experiment import load_experiment
+    from tasks.rollout.prompts import check_task
 
-    resolved = load_experiment(experiment, overrides)
-    settings, console = _settings(), _console()
+    resolved, settings, console = load_experiment(experiment, overrides), _settings(), _console()
+    check_task(resolved.data)
     if cluster is None:
         chosen = mode is not PlanMode.JOINT or sync is not SyncChoice.STORAGE or what_if
         if chosen or json is not None or budget is not None or target is not None:
             raise UserError(
                 "--mode, --sync, --what-if, --json, --budget and --target are for a cluster: name one with --cluster."
             )
-        _plan_here(settings, resolved.model_dump(mode="json"), console)
+        _plan_here(settings, resolved, console)
         return
     from deployments.cluster_plan import plan_cluster
 
+    if cluster == Path():
+        raise UserError(
+            "--cluster names no file: give a cluster file, or leave the option out to plan for this machine."
+        )
     how: dict[str, Any] = {"mode": mode.value, "what_if": what_if, "sync_mode": sync.value}
     how |= {"budget_usd_per_h": budget, "target_tokens_per_s": target}
-    plan_cluster(resolved, cluster, settings, console, json, **how)
+    plan_cluster(resolved, cluster, settings, console, _writable(json), **how)
 
 
-def _plan_here(settings: "Settings", experiment: dict[str, Any], console: "Console") -> None:
+def _plan_here(settings: "Settings", experiment: "Experiment", console: "Console") -> None:
     from rich.markdown import Markdown
 
     from deployments.api import PrefectApi
+    from tasks.exchange.ledger import Ledger
+    from tasks.readiness import make_ready
 
+    make_ready(experiment, settings)
+    Ledger(settings.ledger_url)  # refused here if another version made it: nothing has been started
     api = PrefectApi(_bring_up(settings, console).prefect_url)
-    flow_run_id = api.create_flow_run("plan/plan", {"experiment": experiment})
+    console.print(_MEASURING)
+    flow_run_id = api.create_flow_run("plan/plan", {"experiment": experiment.model_dump(mode="json")})
     with _started():
         state = _follow(settings, api, flow_run_id, console)
         for text in api.markdown_artifacts(flow_run_id):
@@ -219,22 +277,40 @@ def _plan_here(settings: "Settings", experiment: dict[str, Any], console: "Conso
     _leave(state, console)
 
 
+def _writable(path: Path | None) -> Path | None:
+    """The file for a result, refused before the work that makes it."""
+    from tasks.exchange.files import require_writable
+
+    if path is not None:
+        path = path.resolve()
+        require_writable(path)
+    return path
+
+
 @app.command()
 def simulate(
-    plan: Annotated[Path, typer.Argument(help="Plan file that `hexflow plan --cluster … --json` wrote.")],
+    plan: Annotated[
+        Path, typer.Argument(metavar="PLAN", help="Plan file that `hexflow plan … --cluster … --json` wrote.")
+    ],
     steps: Annotated[int, typer.Option(min=1, help="Training steps.")] = 30,
     seed: Annotated[int, typer.Option(min=0, help="Seed of answer lengths.")] = 0,
-    json: JsonFile = None,
+    json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the figures to this file.")] = None,
 ) -> None:
-    """Run a plan through an event-driven simulator: throughput, waits, staleness and a Gantt chart."""
+    """Run a plan through a simulator.
+
+    It is event-driven, and shows throughput, waits, staleness and a Gantt chart.
+    """
     from deployments.cluster_plan import simulate_plan
 
-    simulate_plan(plan, _console(), json, steps=steps, seed=seed)
+    simulate_plan(plan, _console(), _writable(json), steps=steps, seed=seed)
 
 
 @app.command()
 def doctor() -> None:
-    """Say what this machine lacks to run hexflow, and the remedy."""
+    """Say what this machine lacks, and the remedy.
+
+    Exit status 1 if anything must be mended.
+    """
     from deployments import doctor as checks
 
     raise typer.Exit(checks.main())
@@ -320,6 +396,7 @@ def _leave(state: dict[str, Any], console: "Console") -> None:
     raise typer.Exit(EXIT_STATUS.get(state["type"], CANCELLED))
 
 
+_MEASURING = "Measuring the devices, unless that was done before: up to 4 minutes."
 _FLOW_ERROR = "Flow run encountered an exception: "
 _DISK_ERRORS = {
     errno.ENOSPC: "the disk is full: free some space",
@@ -331,7 +408,9 @@ _DISK_ERRORS = {
 def main() -> None:
     """Run the command; what a person can mend is one line on stderr and exit status 2, never a traceback."""
     from deployments.api import Unreachable
+    from deployments.terminal import tolerate_encodings
 
+    tolerate_encodings()
     try:
         app()
     except UserError as error:

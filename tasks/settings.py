@@ -4,6 +4,10 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from planners.errors import UserError
+
+_SQLITE = "sqlite:///"
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -44,16 +48,26 @@ def load_settings() -> Settings:
     """Resolve the settings from `HEXFLOW_HOME`, `HEXFLOW_RUNS`, `HEXFLOW_LEDGER_URL` and the working directory.
 
     Home is `$HEXFLOW_HOME`, else the nearest existing `.hexflow` upward of the working directory, else `.hexflow`
-    in it. Creates nothing.
+    in it. A relative SQLite file starts at the working directory. Creates nothing.
+
+    Raises:
+        UserError: the working directory is gone.
     """
-    chosen = os.environ.get("HEXFLOW_HOME")
-    home = Path(chosen).expanduser().resolve() if chosen else _nearest_home(Path.cwd())
-    runs = os.environ.get("HEXFLOW_RUNS")
-    return Settings(
-        home=home,
-        runs=Path(runs).expanduser().resolve() if runs else home.parent / "runs",
-        ledger_url=os.environ.get("HEXFLOW_LEDGER_URL") or f"sqlite:///{home / 'ledger.db'}",
-    )
+    try:
+        here = Path.cwd()
+    except FileNotFoundError:
+        raise UserError("The working directory is gone: change to one that is there.") from None
+    chosen, runs = os.environ.get("HEXFLOW_HOME"), os.environ.get("HEXFLOW_RUNS")
+    home = _resolve(chosen) if chosen else _nearest_home(here)
+    ledger_url = os.environ.get("HEXFLOW_LEDGER_URL") or f"sqlite:///{home / 'ledger.db'}"
+    file = ledger_url.removeprefix(_SQLITE)
+    if ledger_url.startswith(_SQLITE) and file and file != ":memory:":
+        ledger_url = f"{_SQLITE}{here / file}"
+    return Settings(home=home, runs=_resolve(runs) if runs else home.parent / "runs", ledger_url=ledger_url)
+
+
+def _resolve(chosen: str) -> Path:
+    return Path(os.path.expanduser(chosen)).resolve()
 
 
 def _nearest_home(start: Path) -> Path:

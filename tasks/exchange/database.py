@@ -21,6 +21,7 @@ from planners.errors import UserError
 from tasks.exchange.schema import SCHEMA_VERSION, metadata, schema_info
 
 _BUSY_TIMEOUT_S = 60.0
+_CONNECT_TIMEOUT_S = 10
 
 
 class now_s(FunctionElement[float]):
@@ -58,6 +59,11 @@ class Database:
                 self._open_postgresql(place)
             with self.read() as connection:
                 found = connection.scalar(select(schema_info.c.version))
+        except ModuleNotFoundError as error:
+            raise UserError(
+                f"The ledger {shown} needs the Python package {error.name}, which is not installed: run "
+                "`pip install 'psycopg[binary]'` in hexflow's environment."
+            ) from None
         except (SQLAlchemyError, sqlite3.Error, OSError) as error:
             cause = " ".join(str(error).split("\n[SQL")[0].split())
             raise UserError(
@@ -104,7 +110,7 @@ class Database:
             self._create_tables()
 
     def _open_postgresql(self, url: URL) -> None:
-        self._writers = create_engine(url, pool_pre_ping=True)
+        self._writers = create_engine(url, pool_pre_ping=True, connect_args={"connect_timeout": _CONNECT_TIMEOUT_S})
         self._readers = self._writers.execution_options(isolation_level="REPEATABLE READ")
         self._create_tables()
 

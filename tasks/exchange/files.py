@@ -8,6 +8,7 @@ import errno
 import json
 import os
 import shutil
+import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -39,6 +40,22 @@ def write_atomic(path: Path, data: bytes) -> None:
         finally:
             temporary.unlink(missing_ok=True)
         _sync(path.parent)
+
+
+def require_writable(path: Path) -> None:
+    """Refuse, before the work whose result it shall hold, a path that `write_atomic` could not replace.
+
+    Raises:
+        UserError: it is a directory or a device, or its place cannot be written.
+    """
+    if path.exists() and not path.is_file():
+        raise UserError(f"{path} is {'a directory' if path.is_dir() else 'no regular file'}: name a file.")
+    place = next(parent for parent in path.absolute().parents if parent.exists())
+    try:
+        with tempfile.TemporaryFile(dir=place):
+            pass
+    except OSError as error:
+        raise UserError(f"{path} cannot be written ({error.strerror}): name a file in a writable directory.") from None
 
 
 def write_json(path: Path, value: Any) -> None:
