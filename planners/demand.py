@@ -84,8 +84,13 @@ class Demand:
 
     @cached_property
     def latency_tokens(self) -> float:
-        """The longest of a step's answers, which it waits for: its mean length, or the 99 % quantile where longer."""
-        return max(self.response.quantile(0.99), self.response.mean_longest(self.answers_per_step))
+        """The longest answer that a step waits for: its mean length, or the 99 % quantile where longer.
+
+        Steps end in order, so one that is late delays those begun meanwhile, η more: half of them, by comparison with
+        the simulator, count.
+        """
+        waited_for = round(self.answers_per_step * (1 + self.max_staleness / 2))
+        return max(self.response.quantile(0.99), self.response.mean_longest(waited_for))
 
     @cached_property
     def drain_share(self) -> float:
@@ -99,20 +104,6 @@ class Demand:
             return 0.0
         residual = self.response.residual_quantile(1 - 1 / self.answers_per_step) - self.response.age_moment(1)
         return max(0.0, residual) / self.latency_tokens
-
-    @property
-    def latency_steps(self) -> float:
-        """Steps from the lease of a group to the step that takes it, for η ≥ 2.
-
-        A group leased as soon as the gate lets it has η; one leased at the end of that step has η − 1; so η − ½ on
-        average. At η ≤ 1 steps are batches, and each is reckoned from its start, see `planners.joint`; this gives one.
-        """
-        return max(1.0, self.max_staleness - 0.5)
-
-    @property
-    def in_batches(self) -> bool:
-        """Whether a step's answers all start together, for want of staleness."""
-        return self.max_staleness <= 1
 
 
 def demand_of(

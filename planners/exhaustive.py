@@ -74,11 +74,8 @@ def _placed(
     training = [n for stage in trainer.stages for n in stage]
     sync = sync_of(problem.sync_mode, topology, training, generating, problem.model.weight_bytes, problem.profiles)
     eta, waits_s = demand.max_staleness, sync.rollout_s + demand.reward_s
-    if eta <= 1:
-        batch_s = max(latency_s, generate_s + demand.drain_share * latency_s)
-        in_time_s = (trainer.seconds + sync.transfer_s + demand.reward_s + batch_s) / (eta + 1) + sync.rollout_s
-    else:
-        in_time_s = waits_s + latency_s / (eta - 0.5)
+    batch_s = max(latency_s, generate_s + demand.drain_share * latency_s)
+    in_time_s = (trainer.seconds + sync.transfer_s + demand.reward_s + batch_s) / (eta + 1) + sync.rollout_s
     sides_s = max(trainer.seconds + sync.train_s, generate_s + waits_s)
     step_s = max(sides_s, in_time_s, sync.transfer_s)
     if step_s >= faster_than_s:

@@ -16,9 +16,8 @@
     (4)  T ≥ Σ T_σ z_σ + P
     (5)  T ≥ τ + R + S                                           R reward seconds
     (6)  Σ leased_ψ y_ψ ≤ max(1, η)·B·G                          more in flight would starve at the gate
-    (7)  Λ ≥ ℓ_ψ for used ψ, and the longest answer must be there in time:
-         η ≥ 2:  (η − ½)(T − S − R) ≥ Λ                          leases spread over the step
-         η ≤ 1:  (η + 1)(T − S) ≥ Σ T_σ z_σ + X + R + max(Λ, τ + ρ·Λ)   each step a batch that drains, for ρ of Λ
+    (7)  Λ ≥ ℓ_ψ for used ψ, and a batch must be there in time, η + 1 steps after its version was trained:
+         (η + 1)(T − S) ≥ Σ T_σ z_σ + X + R + max(Λ, τ + ρ·Λ)    its longest answer, or its work and what drains, ρ of Λ
     (8)  Σ_d d·m_t,d ≥ Σ_{ψ of t} tp_ψ y_ψ − min(Σ spare_σ,t z_σ, l_t·max d),   m_t,d ≤ machines left by training
     (9)  S, P, X as in `planners.sync`: P = S but in mode `storage`, where P = X = Σ publish_σ z_σ and S ≥ load_t for
          used t; in the other modes per type set g, switched on by Σ_{σ: g(σ)=g} z_σ
@@ -37,17 +36,19 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from planners.columns import Problem, RolloutColumn, TrainingColumn
+from planners.demand import Demand
 from planners.errors import UserError
 from planners.serving import TENSOR_RANKS
 from planners.solver import Infeasible, minimise
-from planners.sync import Sync, load_s, publish_s
+from planners.sync import Sync, ceiling_of, load_s, publish_s
 
 TANGENT_RATIO = 1.04
 TIGHT = 1e-5
 SLACK = 1e-5
 TIDY_USD_PER_H = 1e-6  # a replica's price beside its devices': of equally cheap plans the one with fewer
 ROUNDS = 12
-HEADROOM = 0.05  # of generation over training, where devices are left for it
+DEVIATIONS, IN_TIME = 2.0, 0.9  # how far headroom covers the spread of a step's work, and of its longest answer
+WORTH = 10.0  # what a per cent of headroom may cost, in per cent of the price
 
 
 @dataclass(frozen=True)
@@ -55,13 +56,14 @@ class Wish:
     """What is minimised under which limit: step time on everything, under a budget, or price under a target.
 
     Where `all_is_free`, generation time stands in for the price, and then the number of devices that train. With
-    `headroom` the right sides of (5) and, for η ≥ 2, of (7) are larger by that share.
+    `headroom_usd_per_h` each second by which a step would take longer at the upper end of what its answers are counts
+    as so much.
     """
 
     budget_usd_per_h: float | None = None
     target_step_s: float | None = None
     all_is_free: bool = False
-    headroom: float = 0.0
+    headroom_usd_per_h: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -108,6 +110,8 @@ class _Program:
         self.rate = self.program.add_variable("H", min(c.tokens_per_s for c in rollout))
         self.pause, self.transfer = self.program.add_variable("S", 0), self.program.add_variable("X", 0)
         self.train_pause = self.program.add_variable("P", 0) if problem.sync_mode == "storage" else self.pause
+        self.late = self.program.add_variable("late", 0) if wish.headroom_usd_per_h else None
+        self.more_work, self.longer = _spread(problem.demand)
         self._objective()
         self._assignment()
         self._times()
@@ -124,6 +128,8 @@ class _Program:
             if self.wish.all_is_free:
                 devices = sum_(c.layout.devices * z for c, z in zip(self.training, self.z, strict=True))
                 cost = self.generation + TIDY_USD_PER_H * devices
+            if self.late is not None:
+                cost += self.wish.headroom_usd_per_h * self.late
             self.program += cost + TIDY_USD_PER_H * sum_(self.y)
             self.program += self.step <= self.wish.target_step_s
         if self.wish.budget_usd_per_h is not None:
@@ -180,7 +186,10 @@ class _Program:
         self.program += self.rate == sum_(c.tokens_per_s * y for c, y in zip(self.rollout, self.y, strict=True))
         train = sum_(c.step_s * z for c, z in zip(self.training, self.z, strict=True))
         self.program += self.step >= train + self.train_pause
-        self.program += self.step >= (1 + self.wish.headroom) * (self.generation + demand.reward_s) + self.pause
+        self.program += self.step >= self.generation + demand.reward_s + self.pause
+        if self.late is not None:
+            more = (1 + self.more_work) * self.generation
+            self.program += self.step + self.late >= more + demand.reward_s + self.pause
         if len(self.alone) == len(self.problem.topology.types) == 1:  # one process generates all
             self.program += self.generation >= sum_(
                 demand.tokens_per_step / c.tokens_per_s * y for c, y in zip(self.rollout, self.y, strict=True)
@@ -222,15 +231,15 @@ class _Program:
         for t in self.alone:
             mine = [(c, y) for c, y in zip(self.rollout, self.y, strict=True) if c.device_type == t]
             self.program += longest >= sum_(c.latency_s * y for c, y in mine)
-        waits = self.pause + demand.reward_s
-        if not demand.in_batches:
-            self.program += demand.latency_steps * (self.step - waits) >= (1 + self.wish.headroom) * longest
-            return
         train = sum_(c.step_s * z for c, z in zip(self.training, self.z, strict=True))
         before = train + self.transfer + demand.reward_s
-        body = (demand.max_staleness + 1) * (self.step - self.pause)
-        self.program += body >= before + longest
-        self.program += body >= before + self.generation + demand.drain_share * longest
+        versions, drain = demand.max_staleness + 1, demand.drain_share
+        self.program += versions * (self.step - self.pause) >= before + longest
+        self.program += versions * (self.step - self.pause) >= before + self.generation + drain * longest
+        if self.late is not None:
+            body, longest = versions * (self.step + self.late - self.pause), (1 + self.longer) * longest
+            self.program += body >= before + longest + self.generation / 2  # begun when half of the others are
+            self.program += body >= before + (1 + self.more_work) * self.generation + drain * longest
 
     def _sync(self) -> None:
         """(8), (9), (10)."""
@@ -324,7 +333,7 @@ def solve_joint(
     time_limit_s: float = 60.0,
     gap: float = 1e-3,
 ) -> Choice:
-    """Choose columns: the fastest plan, and among equally fast ones the cheapest that has headroom, or else any.
+    """Choose columns: the fastest plan, and among equally fast ones the cheapest that has headroom worth its price.
 
     Where devices cost nothing that is the one that generates fastest: what stands there anyway may as well help.
     The latency condition (7) costs a binary per column, so a first solve without it gives a floor under T; only the
@@ -356,24 +365,39 @@ def _cheapest_as_fast(
     time_limit_s: float,
     gap: float,
 ) -> Choice:
-    """The same step time at the lowest price, with one of these training columns; with `HEADROOM` if that can be.
+    """The same step time at the lowest price, headroom considered, with one of these training columns.
 
-    Lengths vary from step to step, so of two sides that are equally fast on average each waits for the other.
+    Lengths vary from step to step, so of two sides that are equally fast on average each waits for the other: a second
+    that a step may have to wait counts as the share of the fastest plan's price that is paid in it.
     """
     slack, is_free = min(SLACK, gap), problem.topology.usd_per_h == 0
     true_s = max(fastest.objective, _true_step_s(problem, fastest))  # the solver's tolerances lie in between
-    as_fast = Wish(wish.budget_usd_per_h, true_s * (1 + slack), is_free)
+    second = 0.0 if is_free else WORTH * _price(problem, fastest) / true_s
+    as_fast = Wish(wish.budget_usd_per_h, true_s * (1 + slack), is_free, second)
     allowed_s = _allowed_latency_s(problem, _shortest_body_s(problem, training, rollout, fastest.bound))
-    longest_s = true_s * (1 + 2 * slack)
-    for headroom in (0.0,) if is_free else (HEADROOM, 0.0):
-        tidy = replace(as_fast, headroom=headroom)
-        try:
-            cheap = _solve(problem, training, rollout, tidy, allowed_s / (1 + headroom), time_limit_s, gap)
-        except Infeasible:  # without headroom: by less than the solver's own tolerance
-            continue
-        if _true_step_s(problem, cheap) <= longest_s:  # else tangents ran out
-            return replace(fastest, training=cheap.training, replicas=cheap.replicas, sync=cheap.sync)
-    return fastest
+    allowed_s /= 1 if is_free else 1 + _spread(problem.demand)[1]
+    try:
+        cheap = _solve(problem, training, rollout, as_fast, allowed_s, time_limit_s, gap)
+    except Infeasible:  # by less than the solver's own tolerance
+        return fastest
+    if _true_step_s(problem, cheap) > true_s * (1 + 2 * slack):  # tangents ran out
+        return fastest
+    return replace(fastest, training=cheap.training, replicas=cheap.replicas, sync=cheap.sync)
+
+
+def _spread(demand: Demand) -> tuple[float, float]:
+    """Shares by which a step's work, and its longest answer, may exceed what is reckoned with."""
+    lengths, answers = demand.response, demand.answers_per_step
+    deviation = max(0.0, lengths.moment(2) - lengths.mean**2) ** 0.5 / lengths.mean
+    longest = lengths.quantile(IN_TIME ** (1 / answers))
+    return DEVIATIONS * deviation / answers**0.5, max(0.0, longest / demand.latency_tokens - 1)
+
+
+def _price(problem: Problem, choice: Choice) -> float:
+    """USD per hour of the devices used."""
+    types = problem.topology.types
+    trains = sum(count * types[t].usd_per_h for (t, k), count in choice.training.uses.items() if k == 1)
+    return trains + sum(n * c.devices * types[c.device_type].usd_per_h for c, n in choice.replicas.items())
 
 
 def _shortest_body_s(
@@ -383,13 +407,17 @@ def _shortest_body_s(
     demand = problem.demand
     generates_s = demand.tokens_per_step / _highest_rate(problem, rollout) + demand.reward_s
     trains_s = min(c.step_s for c in training) if problem.sync_mode != "storage" else 0.0  # there it does not wait S
-    return max(generates_s, trains_s, bound_s - _pause_ceiling_s(problem))
+    pause_s = ceiling_of(problem.sync_mode, problem.topology, problem.model.weight_bytes, problem.profiles).rollout_s
+    return max(generates_s, trains_s, bound_s - pause_s)
 
 
 def _allowed_latency_s(problem: Problem, body_s: float) -> float:
-    """Latencies that satisfy (7) in every plan with T − S of at least `body_s`."""
-    demand = problem.demand
-    return 0.0 if demand.in_batches else demand.latency_steps * (body_s - demand.reward_s)
+    """Latencies that satisfy (7) in every plan with T − S of at least `body_s`, by (4) and (5)."""
+    worst = ceiling_of(problem.sync_mode, problem.topology, problem.model.weight_bytes, problem.profiles)
+    demand, late_s = problem.demand, worst.transfer_s - (worst.train_s - worst.rollout_s)
+    whole_s = demand.max_staleness * body_s - late_s - demand.reward_s
+    drained_s = (demand.max_staleness - 1) * body_s - late_s
+    return min(whole_s, drained_s / demand.drain_share) if demand.drain_share else whole_s
 
 
 def _highest_rate(problem: Problem, rollout: list[RolloutColumn]) -> float:
@@ -411,19 +439,6 @@ def replica_load_s(problem: Problem, device_type: str) -> float:
     return load_s(problem.topology, device_type, problem.model.weight_bytes, problem.profiles)
 
 
-def _pause_ceiling_s(problem: Problem) -> float:
-    """S of the worst plan."""
-    weights, topology = problem.model.weight_bytes, problem.topology
-    if problem.sync_mode == "storage":
-        return max(replica_load_s(problem, t) for t in topology.types)
-    inside_s = max(weights / d.link_bytes_per_s for d in topology.types.values())
-    if problem.sync_mode == "overlapped":
-        return inside_s
-    slowest_s = max(weights / topology.best_link(a, b) for a in topology.types for b in topology.types)
-    machines = len(topology.nodes) if problem.sync_mode == "blocking" else 2
-    return inside_s + machines * slowest_s
-
-
 def _true_step_s(problem: Problem, choice: Choice) -> float:
     """T of a choice from its columns, free of the program's tangents and levels."""
     latency_s = max(c.latency_s for c in choice.replicas)
@@ -435,11 +450,8 @@ def step_seconds(problem: Problem, train_s: float, rate: float, latency_s: float
     demand = problem.demand
     generate_s = demand.tokens_per_step / rate
     body_s = max(train_s + sync.train_s, generate_s + demand.reward_s + sync.rollout_s)
-    if demand.in_batches:
-        batch_s = max(latency_s, generate_s + demand.drain_share * latency_s)
-        in_time_s = (train_s + sync.transfer_s + demand.reward_s + batch_s) / (demand.max_staleness + 1)
-    else:
-        in_time_s = latency_s / demand.latency_steps + demand.reward_s
+    batch_s = max(latency_s, generate_s + demand.drain_share * latency_s)
+    in_time_s = (train_s + sync.transfer_s + demand.reward_s + batch_s) / (demand.max_staleness + 1)
     return max(body_s, in_time_s + sync.rollout_s, sync.transfer_s)
 
 

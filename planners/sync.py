@@ -88,3 +88,15 @@ def sync_of(
         return Sync(tree_s, tree_s)
     pause_s = max(weight_bytes / n.device.link_bytes_per_s for n in rollout)
     return Sync(pause_s, pause_s, tree_s)
+
+
+def ceiling_of(mode: SyncMode, topology: Topology, weight_bytes: float, profiles: Mapping[str, DeviceProfile]) -> Sync:
+    """What no weight update exceeds; in mode `storage` only its loading, and nothing is said of the writing."""
+    if mode == "storage":
+        return Sync(0.0, max(load_s(topology, t, weight_bytes, profiles) for t in topology.types))
+    inside_s = max(weight_bytes / d.link_bytes_per_s for d in topology.types.values())
+    slowest_s = max(weight_bytes / topology.best_link(a, b) for a in topology.types for b in topology.types)
+    if mode == "overlapped":
+        return Sync(inside_s, inside_s, inside_s + 2 * slowest_s)
+    pause_s = inside_s + (len(topology.nodes) if mode == "blocking" else 2) * slowest_s
+    return Sync(pause_s, pause_s)

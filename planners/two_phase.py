@@ -162,10 +162,10 @@ class Search:
 
     def _rollout(self, side: Problem, columns: list[RolloutColumn], train_s: float) -> dict[RolloutColumn, int]:
         """(2') among columns whose longest answers are in time, for the shortest step that its own outcome keeps."""
-        window = self.problem.demand.latency_steps
+        versions = self.problem.demand.max_staleness + 1
         step_s = train_s
         while True:
-            fresh = [c for c in columns if c.latency_s <= window * step_s]
+            fresh = [c for c in columns if c.latency_s <= versions * step_s - train_s]
             if fresh:
                 replicas, theta_s = solve_rollout(side, fresh, self.time_limit_s)
                 if theta_s <= step_s or len(fresh) == len(columns):

@@ -14,6 +14,7 @@ from planners.errors import UserError
 from planners.lengths import LogNormal, constant
 from planners.make import Mode, make_plan
 from planners.model import Model, read_model
+from planners.simulator import simulate
 from planners.sync import SyncMode
 from planners.topology import ClusterFile, Topology, parse_cluster, read_cluster
 from tests.plan_support import cluster_of
@@ -117,10 +118,7 @@ def check_feasible(plan: ClusterPlan, topology: Topology, demand: Demand) -> Non
     for replica in plan.replicas:
         held[replica.machine] += replica.devices
         eta, body_s = demand.max_staleness, plan.step_s - plan.sync_rollout_s
-        if eta <= 1:
-            rest_s = (eta + 1) * body_s - plan.train_s - plan.transfer_s - plan.reward_s
-        else:
-            rest_s = (eta - 0.5) * (body_s - plan.reward_s)
+        rest_s = (eta + 1) * body_s - plan.train_s - plan.transfer_s - plan.reward_s
         assert replica.latency_s <= rest_s * (1 + 1e-6) + 1e-9
     for node in topology.nodes:
         assert len(set(held[node.name])) == len(held[node.name])
@@ -149,6 +147,17 @@ def test_the_papers_cluster_is_planned_near_its_bound(sync: SyncMode) -> None:
     check_feasible(plan, HEX, PAPER)
     assert plan.gap <= 0.005
     assert plan.training.stages[0].device_type == "h800-sxm"
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 2, 3, 4])
+def test_the_fastest_plan_is_the_fastest_in_the_simulator_too(staleness: int) -> None:
+    """With little staleness the longest answers decide: planned within 5 %, and no slower than Algorithm 1's plan."""
+    cluster = read_cluster(DEPLOYMENTS / "clusters" / "paper-h800-24-h20-24.yaml")
+    demand = replace(PAPER, prompts_per_step=64, group_size=8, max_staleness=staleness)
+    joint, published = (make_plan(cluster, SEVEN, demand, mode=mode) for mode in ("joint", "two-phase"))
+    simulated_s = simulate(joint, steps=120, warm_up=20).step_s
+    assert simulated_s == pytest.approx(joint.step_s, rel=0.05)
+    assert simulated_s <= 1.02 * simulate(published, steps=120, warm_up=20).step_s
 
 
 def test_exhaustive_search_stops_at_eight_devices() -> None:
@@ -227,7 +236,7 @@ def test_generation_has_headroom_where_devices_are_left() -> None:
     assert sum(m.training + m.rollout for m in plan.machines) < HEX.devices
     work_s = PAPER.tokens_per_step / sum(r.tokens_per_s for r in plan.replicas)
     assert 1.05 * work_s + plan.sync_rollout_s <= plan.step_s * (1 + 1e-4)
-    assert all(1.05 * r.latency_s <= 7.5 * (plan.step_s - plan.sync_rollout_s) for r in plan.replicas)
+    assert simulate(plan, steps=100, warm_up=40).step_s <= 1.02 * plan.step_s
 
 
 def test_a_target_is_met_for_less_than_the_whole_cluster() -> None:
@@ -299,4 +308,4 @@ def test_slow_pairs_of_machines_are_avoided() -> None:
     plan = joint(parse_cluster(ClusterFile.model_validate(tree)))
     (stage,) = plan.training.stages
     assert set(stage.devices) == {"a-1", "a-3"}
-    assert 0 <= plan.gap_placement <= plan.gap <= 1
+    assert 0 <= plan.gap_placement <= plan.gap + 1e-9 <= 1

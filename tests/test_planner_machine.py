@@ -128,9 +128,7 @@ def step_s(train_s: float, publish_s: float, replicas: list[Replica], profiles: 
     generate_s = workload.prompts_per_step * size * workload.max_new_tokens / sum(rate)
     load_s, reward_s = max(profiles[name].load_s for name, _, _ in replicas), workload.reward_s
     sides_s = max(train_s + publish_s, generate_s + load_s + reward_s)
-    if eta <= 1:
-        return max(sides_s, load_s + (train_s + publish_s + reward_s + max(generate_s, latency_s)) / (eta + 1))
-    return max(sides_s, load_s + reward_s + latency_s / (eta - 0.5))
+    return max(sides_s, load_s + (train_s + publish_s + reward_s + max(generate_s, latency_s)) / (eta + 1))
 
 
 SLOW_LOADS = (
