@@ -1,7 +1,8 @@
 # Each target sets up .venv first (requirements/install.sh), which takes minutes once and no time after that.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup train test lint doctor up down clean
+.PHONY: help setup train experiment test lint doctor up down clean
+.NOTPARALLEL:
 
 BIN := .venv/bin
 EXPERIMENT ?= deployments/experiments/laptop.yaml
@@ -15,9 +16,14 @@ help: ## List the targets
 setup: ## Install what is missing into .venv (CUDA stack where there is a GPU, else CPU stack)
 	@requirements/install.sh
 
-train: setup ## Train the laptop experiment, or EXPERIMENT
-	@$(BIN)/hexflow prepare $(EXPERIMENT) $(ARGS)
-	@$(BIN)/hexflow train $(EXPERIMENT) $(ARGS)
+train: experiment setup ## Train the laptop experiment, or EXPERIMENT
+	@$(BIN)/hexflow prepare "$(EXPERIMENT)" $(ARGS)
+	@$(BIN)/hexflow train "$(EXPERIMENT)" $(ARGS)
+
+# Looked for before set-up, which takes minutes.
+experiment:
+	@test -f "$(EXPERIMENT)" || \
+	{ echo 'hexflow: There is no experiment file $(EXPERIMENT); see deployments/experiments.' >&2; exit 2; }
 
 test: setup ## Run all tests; ARGS='-m "not e2e"' for the quick ones
 	@$(BIN)/ruff check --quiet .

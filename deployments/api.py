@@ -6,6 +6,7 @@ Importing Prefect costs a command 3-5 s; these endpoints are its public REST API
 import base64
 import json
 import os
+import re
 import time
 import urllib.error
 import urllib.request
@@ -26,6 +27,11 @@ class Unreachable(Exception):
 
 class _Busy(Exception):
     """The server did nothing and asks to be asked again."""
+
+
+def without_password(url: str) -> str:
+    """The URL as it may be shown."""
+    return re.sub(r"//[^@/]*@", "//…@", url)
 
 
 def answers(url: str, deadline_s: float = 2.0) -> bool:

@@ -5,6 +5,7 @@ try out storage, it removes.
 """
 
 import ctypes.util
+import importlib.util
 import os
 import platform
 import re
@@ -17,13 +18,14 @@ import tempfile
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
-from dataclasses import dataclass
-from enum import StrEnum
 from importlib import metadata
 from pathlib import Path
-from typing import TextIO
 
+from deployments.api import answers, without_password
+from deployments.findings import Finding, Verdict, show
+from deployments.terminal import tolerate_encodings
 from planners.errors import UserError
+from tasks.memory import memory_bytes
 from tasks.settings import Settings, load_settings
 
 GIB = 2**30
@@ -48,41 +50,24 @@ SET_UP = "run `make setup`"
 NEW_SET_UP = "run `make clean setup`"
 
 
-class Verdict(StrEnum):
-    """How bad a finding is: `FAIL` keeps the laptop run from working, `WARN` may."""
-
-    OK = "ok"
-    WARN = "warn"
-    FAIL = "fail"
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One thing looked at: what is, and what to do where that is not well."""
-
-    name: str
-    verdict: Verdict
-    what: str
-    remedy: str = ""
-
-
 def diagnose(settings: Settings) -> list[Finding]:
     """Look at everything that decides whether hexflow runs here."""
     versions = {canonical(item.name): item.version for item in metadata.distributions()}
     return [
         check_python(sys.version_info[:2], sys.platform),
         check_compiler(),
-        check_libraries(),
+        check_libraries(wanted_stack(os.environ.get("HEXFLOW_INSTALL"))),
         check_cpu(platform.machine(), _read("/proc/cpuinfo"), len(os.sched_getaffinity(0))),
         check_memory(*memory_bytes()),
         check_storage("state", settings.home),
         check_storage("runs", settings.runs),
-        check_ledger(settings, _read("/proc/mounts")),
+        check_ledger(settings, _read("/proc/mounts"), versions),
         *check_gpu(versions),
+        *check_devices(versions),
         *check_packages(versions),
         check_loopback(),
         check_server("Prefect server", os.environ.get("PREFECT_API_URL"), "/admin/version", versions.get("prefect")),
-        check_server("MLflow server", os.environ.get("MLFLOW_TRACKING_URI"), "/version", versions.get("mlflow")),
+        check_server("MLflow server", os.environ.get("MLFLOW_TRACKING_URI"), "/version", versions.get("mlflow"), False),
         *check_stack(settings, versions),
     ]
 
@@ -96,26 +81,48 @@ def check_python(version: tuple[int, int], system: str) -> Finding:
         return Finding(
             "Python", Verdict.FAIL, what, "install Python 3.11, then run `PYTHON=python3.11 make clean setup`"
         )
+    if importlib.util.find_spec("ensurepip") is None and sys.prefix == sys.base_prefix:
+        return Finding(
+            "Python", Verdict.FAIL, f"{what}, without venv", "install it (Debian: apt-get install python3-venv)"
+        )
     return Finding("Python", Verdict.OK, what)
 
 
+def wanted_stack(chosen: str | None) -> str:
+    """The stack that set-up installs, `cpu` or `cuda`: as HEXFLOW_INSTALL says, else by whether there is a GPU."""
+    if chosen:
+        return chosen
+    if shutil.which("nvidia-smi") is None:
+        return "cpu"
+    try:
+        done = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=COMMAND_DEADLINE_S)
+    except subprocess.TimeoutExpired:  # `check_gpu` tells it
+        return "cpu"
+    return "cuda" if done.stdout.startswith("GPU ") else "cpu"
+
+
 def check_compiler() -> Finding:
-    """A C++ compiler and Python's headers: vLLM and torch compile kernels when they first start."""
-    compiler = shutil.which("g++")
-    if compiler is None:
-        return Finding("compiler", Verdict.FAIL, "no g++", "install it (Debian: apt-get install g++)")
-    if not Path(sysconfig.get_path("include"), "Python.h").exists():
+    """Compilers and Python's headers: vLLM and torch compile kernels when they first start."""
+    found = {name: shutil.which(name) for name in ("gcc", "g++")}
+    headers = Path(sysconfig.get_path("include"))
+    faults = [f"no {name}" for name, path in found.items() if path is None]
+    packages = ["g++"] if faults else []
+    if not Path(headers, "Python.h").exists():
+        faults.append(f"no Python.h in {headers}")
+        packages.append("python3-dev")
+    if faults:
         return Finding(
-            "compiler",
-            Verdict.WARN,
-            f"{compiler}, but no Python.h",
-            "install Python's headers (Debian: apt-get install python3-dev), or kernels cannot be compiled",
+            "compiler", Verdict.FAIL, ", ".join(faults), f"install (Debian: apt-get install {' '.join(packages)})"
         )
-    return Finding("compiler", Verdict.OK, compiler)
+    return Finding("compiler", Verdict.OK, str(found["g++"]))
 
 
-def check_libraries() -> Finding:
-    """Shared libraries that the Python packages expect on the system."""
+def check_libraries(stack: str) -> Finding:
+    """Shared libraries that the Python packages of a stack expect on the system; HEXFLOW_INSTALL may name no stack."""
+    if stack not in ("cpu", "cuda"):
+        return Finding("libraries", Verdict.FAIL, f"HEXFLOW_INSTALL is '{stack}'", "use cpu or cuda, or leave it out")
+    if stack == "cuda":
+        return Finding("libraries", Verdict.OK, "those of CUDA come with the packages")
     if ctypes.util.find_library("numa") is None:
         return Finding("libraries", Verdict.FAIL, "no libnuma", "install it (Debian: apt-get install libnuma1)")
     return Finding("libraries", Verdict.OK, "libnuma")
@@ -142,21 +149,6 @@ def check_cpu(architecture: str, cpuinfo: str, cores: int) -> Finding:
     return Finding("CPU", Verdict.OK, what)
 
 
-def memory_bytes() -> tuple[int, int]:
-    """Total and available memory; a container's limit counts where it is the lower one."""
-    fields = {
-        name: int(value) * 1024
-        for name, value in re.findall(r"^(MemTotal|MemAvailable): +(\d+) kB$", _read("/proc/meminfo"), re.MULTILINE)
-    }
-    total, available = fields.get("MemTotal", 0), fields.get("MemAvailable", 0)
-    limit = _read("/sys/fs/cgroup/memory.max").strip()
-    if limit.isdecimal() and int(limit) < total:
-        used = _read("/sys/fs/cgroup/memory.current").strip()
-        total = int(limit)
-        available = min(available, total - int(used or 0))
-    return total, available
-
-
 def check_memory(total_bytes: int, available_bytes: int) -> Finding:
     """Room for the laptop run."""
     what = f"{available_bytes / GIB:.1f} of {total_bytes / GIB:.1f} GiB available"
@@ -170,22 +162,36 @@ def check_memory(total_bytes: int, available_bytes: int) -> Finding:
 
 def check_storage(name: str, directory: Path) -> Finding:
     """Free space, and the storage contract by trying it: write, fsync, rename, fsync the directory, read back."""
-    existing = next(path for path in (directory, *directory.parents) if path.is_dir())
-    free_bytes = shutil.disk_usage(existing).free
-    what = f"{directory}, {free_bytes / GIB:.1f} GiB free"
-    try:
-        _try_contract(existing)
-    except OSError as error:
+    if fault := fault_of_place(directory):
         return Finding(
             name,
             Verdict.FAIL,
-            f"{directory}: {error.strerror or error}",
+            f"{directory}: {fault}",
             "free the disk or mend its permissions, or choose another place with HEXFLOW_HOME and HEXFLOW_RUNS",
         )
+    free_bytes = shutil.disk_usage(_existing(directory)).free
+    what = f"{directory}, {free_bytes / GIB:.1f} GiB free"
     if free_bytes < DISK_WANTED_BYTES:
         verdict = Verdict.FAIL if free_bytes < DISK_NEEDED_BYTES else Verdict.WARN
         return Finding(name, verdict, what, f"free {DISK_WANTED_BYTES // GIB} GiB, or lower storage.keep_checkpoints")
     return Finding(name, Verdict.OK, what)
+
+
+def fault_of_place(directory: Path) -> str | None:
+    """Why a directory, which need not exist yet, cannot hold what is written by the storage contract; None: it can."""
+    existing = _existing(directory)
+    if not existing.is_dir():
+        return f"{existing} is a file" if existing.is_file() else f"{existing} is no directory"
+    try:
+        _try_contract(existing)
+    except OSError as error:
+        return error.strerror or str(error)
+    return None
+
+
+def _existing(path: Path) -> Path:
+    """The path, or the nearest above it that exists."""
+    return next(place for place in (path, *path.parents) if place.exists())
 
 
 def _try_contract(directory: Path) -> None:
@@ -207,28 +213,41 @@ def _try_contract(directory: Path) -> None:
             raise OSError("what was written and renamed reads back differently")
 
 
-def check_ledger(settings: Settings, mounts: str) -> Finding:
-    """SQLite needs a local file system: locks on network ones lose writes.
+def check_ledger(settings: Settings, mounts: str, versions: Mapping[str, str]) -> Finding:
+    """That the ledger can be opened, or made if there is none; SQLite on a local file system: network ones lose locks.
 
     Args:
         settings: whose ledger is looked at.
         mounts: the text of /proc/mounts.
+        versions: installed version by canonical package name.
     """
-    address = re.sub(r"//[^@/]*@", "//…@", settings.ledger_url)
-    if not settings.ledger_url.startswith("sqlite"):
-        return Finding("ledger", Verdict.OK, address)
-    path = Path(settings.ledger_url.partition("///")[2])
+    what, is_file = without_password(settings.ledger_url), settings.ledger_url.startswith("sqlite")
+    if is_file:
+        path = Path(settings.ledger_url.partition("///")[2])
+        kind = _file_system(path, mounts)
+        what = f"SQLite on {kind}: {path}"
+        if fault := fault_of_place(path.parent):
+            remedy = "mend its place, or name another with HEXFLOW_LEDGER_URL or HEXFLOW_HOME"
+            return Finding("ledger", Verdict.FAIL, f"{what}: {fault}", remedy)
+    if "sqlalchemy" in versions:
+        from tasks.exchange.database import require_usable  # not before: it needs third-party packages
+
+        try:
+            require_usable(settings.ledger_url)
+        except UserError as error:
+            return Finding("ledger", Verdict.FAIL, f"{what} cannot be used", str(error))
+    elif not is_file:
+        return Finding("ledger", Verdict.WARN, f"{what} cannot be tried before the set-up", SET_UP)
+    if is_file and kind in NETWORK_FILE_SYSTEMS:
+        remedy = "put HEXFLOW_HOME on a local disk, or set HEXFLOW_LEDGER_URL to a PostgreSQL database"
+        return Finding("ledger", Verdict.WARN, what, remedy)
+    return Finding("ledger", Verdict.OK, what)
+
+
+def _file_system(path: Path, mounts: str) -> str:
     points = [line.split()[1:3] for line in mounts.splitlines() if len(line.split()) > 2]
     above = [(mount, kind) for mount, kind in points if path.is_relative_to(mount.replace("\\040", " "))]
-    kind = max(above, key=lambda item: len(item[0]), default=("", "unknown"))[1]
-    if kind in NETWORK_FILE_SYSTEMS:
-        return Finding(
-            "ledger",
-            Verdict.WARN,
-            f"SQLite on {kind}: {path}",
-            "put HEXFLOW_HOME on a local disk, or set HEXFLOW_LEDGER_URL to a PostgreSQL database",
-        )
-    return Finding("ledger", Verdict.OK, f"SQLite on {kind}: {path}")
+    return max(above, key=lambda item: len(item[0]), default=("", "unknown"))[1]
 
 
 def check_gpu(versions: Mapping[str, str]) -> list[Finding]:
@@ -267,6 +286,22 @@ def check_gpu_line(line: str) -> Finding:
     if used_mib.isdecimal() and int(used_mib) > 1024:
         return Finding("GPU", Verdict.WARN, what, "end what holds its memory (`nvidia-smi` names it)")
     return Finding("GPU", Verdict.OK, what)
+
+
+def check_devices(versions: Mapping[str, str]) -> list[Finding]:
+    """That a run has a device to generate and one to train; nothing is said where the packages to look are missing."""
+    if not versions.keys() >= {"psutil", "pydantic"}:
+        return []
+    from tasks.discovery import discover_machine  # not before: it needs third-party packages
+
+    try:
+        counts = discover_machine().count_by_type()
+    except UserError as error:
+        return [Finding("devices", Verdict.FAIL, "cannot be told", str(error))]
+    what = ", ".join(f"{count} × {name}" for name, count in counts.items()) or "none"
+    if sum(counts.values()) < 2:
+        return [Finding("devices", Verdict.FAIL, what, "a run needs 2: one generates while the other trains")]
+    return [Finding("devices", Verdict.OK, what)]
 
 
 def check_packages(versions: Mapping[str, str]) -> list[Finding]:
@@ -331,13 +366,20 @@ def check_loopback() -> Finding:
         return Finding("loopback", Verdict.FAIL, f"no connection over 127.0.0.1: {error}", "bring up the lo interface")
 
 
-def check_server(name: str, url: str | None, path: str, client_version: str | None) -> Finding:
-    """That a server named in the environment answers, in the client's version; `path` returns the server's."""
+def check_server(
+    name: str, url: str | None, path: str, client_version: str | None, is_always_server: bool = True
+) -> Finding:
+    """That a server named in the environment answers, in the client's version; `path` returns the server's.
+
+    MLflow takes a file or a database in place of one, so that `is_always_server` is False for it.
+    """
     if not url:
         return Finding(name, Verdict.OK, "none named: `hexflow up` starts one")
+    shown = without_password(url)
     if not url.startswith(("http://", "https://")):
-        return Finding(name, Verdict.OK, f"{url} (no server)")
-    shown = re.sub(r"//[^@/]*@", "//…@", url)
+        if is_always_server:
+            return Finding(name, Verdict.FAIL, f"{shown} is no URL", "write http:// or https:// before it")
+        return Finding(name, Verdict.OK, f"{shown} (no server)")
     try:
         with urllib.request.urlopen(url.rstrip("/") + path, timeout=ANSWER_DEADLINE_S) as answer:
             version = answer.read(200).decode(errors="replace").strip().strip('"')
@@ -386,8 +428,6 @@ def check_stack(settings: Settings, versions: Mapping[str, str]) -> list[Finding
 
 def check_own_server(name: str, url: str) -> Finding:
     """That a server of the running stack answers."""
-    from deployments.api import answers
-
     if answers(f"{url}/health", ANSWER_DEADLINE_S):
         return Finding("stack", Verdict.OK, f"{name} at {url}")
     return Finding(
@@ -403,15 +443,6 @@ def check_port(name: str, port: int) -> Finding:
     return Finding("ports", Verdict.OK, f"{port} for {name} is {state}")
 
 
-def show(findings: list[Finding], out: TextIO) -> None:
-    """Print one line a finding, the remedy below it."""
-    width = max(len(finding.name) for finding in findings)
-    for finding in findings:
-        print(f"{finding.verdict:<4}  {finding.name:<{width}}  {finding.what}", file=out)
-        if finding.remedy:
-            print(f"{'':<4}  {'':<{width}}  → {finding.remedy}", file=out)
-
-
 def canonical(name: str) -> str:
     """A package's name as indexes compare it."""
     return re.sub(r"[-_.]+", "-", name).lower()
@@ -425,6 +456,7 @@ def _read(path: str) -> str:
 
 def main() -> int:
     """Print what is found; 1 if anything fails, else 0."""
+    tolerate_encodings()
     findings = diagnose(load_settings())
     show(findings, sys.stdout)
     failed = sum(finding.verdict == Verdict.FAIL for finding in findings)

@@ -82,6 +82,11 @@ place="$stack $PWD"
 wanted="$place $(cat pyproject.toml requirements/*.txt requirements/install.sh | sha256sum | cut -d' ' -f1)"
 log=.venv/hexflow-install.log
 installed=$(cat .venv/hexflow-installed 2>/dev/null || true)
+if [[ -n $installed ]] && ! .venv/bin/python -c '' 2>/dev/null; then
+    echo "hexflow: the Python of .venv is gone, making a new one"
+    rm -rf .venv
+    installed=
+fi
 if [[ $installed == "$wanted" && ! -e .venv/hexflow-unfinished ]]; then
     exit
 fi
@@ -89,12 +94,14 @@ fi
 python=$(find_python)
 headers=$("$python" -c 'import sysconfig; print(sysconfig.get_path("include"))')
 missing=()
+"$python" -c 'import ensurepip' 2>/dev/null || missing+=(python3-venv)
 command -v gcc >/dev/null && command -v g++ >/dev/null || missing+=(g++)
 [[ -e $headers/Python.h ]] || missing+=(python3-dev)
 [[ $stack == cuda ]] || "$python" -c 'import ctypes.util, sys; sys.exit(not ctypes.util.find_library("numa"))' ||
     missing+=(libnuma1)
 ((${#missing[@]} == 0)) ||
-    fail "vLLM and torch need a C++ compiler, Python's headers ($headers) and, on CPUs, libnuma; install what is missing" \
+    fail "set-up needs Python's venv; vLLM and torch a C++ compiler, Python's headers ($headers) and, on CPUs, libnuma:" \
+        "install what is missing" \
         "(Debian: apt-get install ${missing[*]})."
 if [[ -e .venv/hexflow-unfinished ]]; then
     echo "hexflow: an earlier install was interrupted, starting again"

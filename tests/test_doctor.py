@@ -1,9 +1,11 @@
 """The doctor sees each fault it knows, says the remedy, and finds none where all is well."""
 
+import ctypes.util
 import io
 import os
 import socket
 import subprocess
+import sysconfig
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -12,9 +14,14 @@ from pathlib import Path
 
 import psutil
 import pytest
+from sqlalchemy import update
 
-from deployments import doctor, servers, stack
-from deployments.doctor import Finding, Verdict
+from deployments import doctor, findings, servers, stack
+from deployments.findings import Finding, Verdict
+from tasks import memory
+from tasks.exchange.ledger import Ledger
+from tasks.exchange.schema import schema_info
+from tasks.memory import memory_bytes
 from tasks.settings import Settings
 
 GIB = 2**30
@@ -73,8 +80,22 @@ def test_memory() -> None:
 
 
 def test_memory_of_this_machine() -> None:
-    total, available = doctor.memory_bytes()
+    total, available = memory_bytes()
     assert total >= available > GIB // 8
+
+
+def test_a_container_has_as_much_memory_as_its_limit_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files that it has read count as used, but are given up when memory is wanted."""
+    monkeypatch.setattr(memory, "_CGROUP", tmp_path)
+    for name, text in {
+        "memory.max": f"{GIB // 8}\n",
+        "memory.current": f"{GIB // 16}\n",
+        "memory.stat": f"anon 7\nactive_file {GIB // 64}\ninactive_file {GIB // 64}\n",
+    }.items():
+        (tmp_path / name).write_text(text)
+    assert memory_bytes() == (GIB // 8, GIB // 8 - GIB // 16 + GIB // 32)
+    (tmp_path / "memory.max").write_text("max\n")
+    assert memory_bytes()[0] > GIB // 8
 
 
 def test_storage_that_keeps_the_contract_is_left_as_it_was(tmp_path: Path) -> None:
@@ -88,6 +109,12 @@ def test_storage_that_cannot_be_written_fails() -> None:
     fails(doctor.check_storage("runs", Path("/proc/hexflow")), "/proc/hexflow", "HEXFLOW_RUNS")
 
 
+def test_a_place_that_is_a_file_fails(tmp_path: Path) -> None:
+    (tmp_path / "home").write_text("")
+    for place in (tmp_path / "home", tmp_path / "home" / "inner"):
+        fails(doctor.check_storage("state", place), f"{tmp_path / 'home'} is a file", "HEXFLOW_HOME")
+
+
 def test_little_space_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "DISK_WANTED_BYTES", 2**60)
     warns(doctor.check_storage("runs", tmp_path), "free")
@@ -95,23 +122,54 @@ def test_little_space_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     fails(doctor.check_storage("runs", tmp_path), "free")
 
 
-def test_sqlite_on_a_network_file_system_is_told() -> None:
-    mounts = "/dev/vda / ext4 rw 0 0\nserver:/x /shared nfs4 rw 0 0\n"
+def ledger_finding(url: str, mounts: str = "/dev/vda / ext4 rw 0 0\n", packages: str = "sqlalchemy") -> Finding:
+    return doctor.check_ledger(Settings(home=Path("/h"), runs=Path("/r"), ledger_url=url), mounts, {packages: "2"})
 
-    def finding(url: str) -> Finding:
-        return doctor.check_ledger(Settings(home=Path("/h"), runs=Path("/r"), ledger_url=url), mounts)
 
-    warns(finding("sqlite:////shared/home/ledger.db"), "nfs4", "PostgreSQL")
-    assert finding("sqlite:////sharedhome/ledger.db") == Finding(
-        "ledger", Verdict.OK, "SQLite on ext4: /sharedhome/ledger.db"
+def test_sqlite_on_a_network_file_system_is_told(tmp_path: Path) -> None:
+    mounts = f"/dev/vda / ext4 rw 0 0\nserver:/x {tmp_path}/shared nfs4 rw 0 0\n"
+    (tmp_path / "shared").mkdir()
+    warns(ledger_finding(f"sqlite:///{tmp_path}/shared/home/ledger.db", mounts), "nfs4", "PostgreSQL")
+    assert ledger_finding(f"sqlite:///{tmp_path}/sharedhome/ledger.db", mounts) == Finding(
+        "ledger", Verdict.OK, f"SQLite on ext4: {tmp_path}/sharedhome/ledger.db"
     )
+    assert not (tmp_path / "sharedhome").exists()
 
 
-def test_the_ledger_password_is_not_shown() -> None:
-    settings = Settings(home=Path("/h"), runs=Path("/r"), ledger_url="postgresql://me:secret@db/hexflow")
-    finding = doctor.check_ledger(settings, "")
-    assert finding.verdict == Verdict.OK
-    assert "secret" not in finding.what
+def test_a_database_that_does_not_answer_fails_without_its_password(free_port: int) -> None:
+    url = f"postgresql://me:secret@127.0.0.1:{free_port}/hexflow"
+    dead = ledger_finding(url)
+    fails(dead, "cannot be opened", "HEXFLOW_LEDGER_URL")
+    warns(ledger_finding(url, packages="rich"), "before the set-up", "make setup")
+    assert "secret" not in dead.what + dead.remedy + ledger_finding(url, packages="rich").what
+
+
+def test_a_ledger_that_is_none_fails(tmp_path: Path) -> None:
+    fails(ledger_finding("mysql://db/hexflow"), "postgresql://")
+    fails(ledger_finding("sqlite:////proc/none/ledger.db"), "/proc")
+    (tmp_path / "ledger.db").write_text("no database")
+    fails(ledger_finding(f"sqlite:///{tmp_path}/ledger.db"), "file is not a database")
+
+
+def test_a_ledger_of_another_version_fails(tmp_path: Path) -> None:
+    ledger = Ledger(f"sqlite:///{tmp_path}/ledger.db")
+    assert ledger_finding(f"sqlite:///{tmp_path}/ledger.db").verdict == Verdict.OK
+    with ledger.write("schema") as connection:
+        connection.execute(update(schema_info).values(version=1))
+    fails(ledger_finding(f"sqlite:///{tmp_path}/ledger.db"), "version 1", "use the hexflow that made it")
+
+
+@pytest.mark.parametrize(
+    ("labels", "word"), [("fast:0", "fast=0;slow=1"), ("cpu=9999", "core 9999"), ("a=0", "needs 2")]
+)
+def test_device_labels_are_checked(labels: str, word: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    packages = {"psutil": "7", "pydantic": "2"}
+    assert [finding.verdict for finding in doctor.check_devices(packages)] == [Verdict.OK]
+    assert doctor.check_devices({}) == []
+    core = min(os.sched_getaffinity(0))
+    monkeypatch.setenv("HEXFLOW_DEVICES", labels.replace("=0", f"={core}"))
+    (finding,) = doctor.check_devices(packages)
+    fails(finding, word)
 
 
 @pytest.fixture
@@ -144,7 +202,24 @@ def test_a_broken_driver_fails(nvidia_smi: Path) -> None:
 def test_no_gpu_is_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     assert [finding.verdict for finding in doctor.check_gpu({})] == [Verdict.OK]
-    fails(doctor.check_compiler(), "g++")
+    fails(doctor.check_compiler(), "no gcc, no g++", "g++")
+
+
+def test_missing_headers_fail_as_set_up_refuses_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
+    fails(doctor.check_compiler(), f"no Python.h in {tmp_path}", "python3-dev")
+
+
+def test_the_stack_decides_which_libraries_are_needed(nvidia_smi: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in requirements/install.sh."""
+    nvidia_smi.write_text("#!/bin/sh\necho 'GPU 0: NVIDIA H100'\n")
+    assert (doctor.wanted_stack(None), doctor.wanted_stack("cpu")) == ("cuda", "cpu")
+    nvidia_smi.write_text("#!/bin/sh\necho 'No devices found.'\n")
+    assert doctor.wanted_stack(None) == "cpu"
+    monkeypatch.setattr(ctypes.util, "find_library", lambda name: None)
+    fails(doctor.check_libraries("cpu"), "libnuma1")
+    assert doctor.check_libraries("cuda").verdict == Verdict.OK
+    fails(doctor.check_libraries("gpu"), "HEXFLOW_INSTALL is 'gpu'")
 
 
 def test_unmet_requirements() -> None:
@@ -207,6 +282,8 @@ def test_servers_named_in_the_environment(server: str, free_port: int) -> None:
         return doctor.check_server("Prefect server", url, path, client)
 
     assert finding(None, "3.7.7").verdict == Verdict.OK
+    fails(finding("localhost:4200/api", "3.7.7"), "http://")
+    assert doctor.check_server("MLflow server", "sqlite:///m.db", "/version", "3.12", False).verdict == Verdict.OK
     assert finding(server, "3.7.7").verdict == Verdict.OK
     warns(finding(server, "3.9.1"), "3.7.7", "3.9.1")
     fails(finding(server, "3.7.7", "/elsewhere"), "404")
@@ -293,12 +370,12 @@ def test_a_damaged_state_file(settings: Settings) -> None:
 
 def test_this_machine_is_diagnosed(settings: Settings) -> None:
     """All checks together; the machine that runs the tests must pass those that tests depend on."""
-    findings = {finding.name: finding for finding in doctor.diagnose(settings)}
-    assert {"Python", "memory", "runs", "ledger", "GPU", "packages", "loopback", "stack"} <= findings.keys()
-    assert findings["Python"].verdict == findings["loopback"].verdict == Verdict.OK
+    found = {finding.name: finding for finding in doctor.diagnose(settings)}
+    assert {"Python", "memory", "runs", "ledger", "GPU", "devices", "packages", "loopback", "stack"} <= found.keys()
+    assert found["Python"].verdict == found["loopback"].verdict == Verdict.OK
 
 
 def test_the_report_names_every_remedy() -> None:
     out = io.StringIO()
-    doctor.show([Finding("CPU", Verdict.OK, "2 cores"), Finding("memory", Verdict.FAIL, "1 GiB", "buy some")], out)
+    findings.show([Finding("CPU", Verdict.OK, "2 cores"), Finding("memory", Verdict.FAIL, "1 GiB", "buy some")], out)
     assert out.getvalue() == "ok    CPU     2 cores\nfail  memory  1 GiB\n              → buy some\n"

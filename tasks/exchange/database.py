@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from filelock import FileLock
-from sqlalchemy import Connection, Engine, Float, create_engine, event, func, insert, select
+from sqlalchemy import Connection, Engine, Float, create_engine, event, func, insert, inspect, select
 from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import ArgumentError, SQLAlchemyError
 from sqlalchemy.ext.compiler import compiles
@@ -21,7 +21,8 @@ from planners.errors import UserError
 from tasks.exchange.schema import SCHEMA_VERSION, metadata, schema_info
 
 _BUSY_TIMEOUT_S = 60.0
-_CONNECT_TIMEOUT_S = 10
+_POSTGRESQL_ARGUMENTS = {"connect_timeout": 10}
+"""Seconds; the driver's own patience is over two minutes."""
 
 
 class now_s(FunctionElement[float]):
@@ -51,30 +52,14 @@ class Database:
             UserError: the URL is wrong, the database cannot be opened, or another version of hexflow made it.
         """
         place = _parse(url)
-        shown = place.render_as_string(hide_password=True)
-        try:
+        with _explained(place):
             if place.get_backend_name() == "sqlite":
                 self._open_sqlite(place, Path(place.database or "").absolute())
             else:
                 self._open_postgresql(place)
             with self.read() as connection:
                 found = connection.scalar(select(schema_info.c.version))
-        except ModuleNotFoundError as error:
-            raise UserError(
-                f"The ledger {shown} needs the Python package {error.name}, which is not installed: run "
-                "`pip install 'psycopg[binary]'` in hexflow's environment."
-            ) from None
-        except (SQLAlchemyError, sqlite3.Error, OSError) as error:
-            cause = " ".join(str(error).split("\n[SQL")[0].split())
-            raise UserError(
-                f"The ledger {shown} cannot be opened: {cause}. Check that its place exists and is writable, or name "
-                "another with HEXFLOW_LEDGER_URL."
-            ) from error
-        if found != SCHEMA_VERSION:
-            raise UserError(
-                f"The ledger {shown} has tables of version {found}, but this hexflow needs version {SCHEMA_VERSION}: "
-                "use the hexflow that made it, or name another ledger with HEXFLOW_LEDGER_URL."
-            )
+        _require_version(found, place)
 
     @contextmanager
     def read(self) -> Iterator[Connection]:
@@ -110,7 +95,7 @@ class Database:
             self._create_tables()
 
     def _open_postgresql(self, url: URL) -> None:
-        self._writers = create_engine(url, pool_pre_ping=True, connect_args={"connect_timeout": _CONNECT_TIMEOUT_S})
+        self._writers = create_engine(url, pool_pre_ping=True, connect_args=_POSTGRESQL_ARGUMENTS)
         self._readers = self._writers.execution_options(isolation_level="REPEATABLE READ")
         self._create_tables()
 
@@ -119,6 +104,53 @@ class Database:
             metadata.create_all(connection)
             if connection.scalar(select(schema_info.c.version)) is None:
                 connection.execute(insert(schema_info).values(version=SCHEMA_VERSION))
+
+
+def require_usable(url: str) -> None:
+    """Look at a ledger that may exist already, and change nothing.
+
+    Raises:
+        UserError: as `Database`.
+    """
+    place = _parse(url)
+    is_file = place.get_backend_name() == "sqlite"
+    if is_file and not Path(place.database or "").exists():
+        return
+    with _explained(place):
+        engine = create_engine(place, connect_args={} if is_file else _POSTGRESQL_ARGUMENTS)
+        with closing(engine.connect()) as connection:
+            is_new = not inspect(connection).has_table(schema_info.name)
+            found = SCHEMA_VERSION if is_new else connection.scalar(select(schema_info.c.version))
+        engine.dispose()
+    _require_version(found, place)
+
+
+@contextmanager
+def _explained(place: URL) -> Iterator[None]:
+    """What the database and its driver refuse in here is a person's to mend."""
+    shown = place.render_as_string(hide_password=True)
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise UserError(
+            f"The ledger {shown} needs the Python package {error.name}, which is not installed: run "
+            "`pip install 'psycopg[binary]'` in hexflow's environment."
+        ) from None
+    except (SQLAlchemyError, sqlite3.Error, OSError) as error:
+        cause = " ".join(str(error).split("\n[SQL")[0].split("\n(Background")[0].split())
+        raise UserError(
+            f"The ledger {shown} cannot be opened: {cause}. Check that its place exists and is writable, or name "
+            "another with HEXFLOW_LEDGER_URL."
+        ) from error
+
+
+def _require_version(found: int | None, place: URL) -> None:
+    if found != SCHEMA_VERSION:
+        raise UserError(
+            f"The ledger {place.render_as_string(hide_password=True)} has tables of version {found}, but this hexflow "
+            f"needs version {SCHEMA_VERSION}: use the hexflow that made it, or name another ledger with "
+            "HEXFLOW_LEDGER_URL."
+        )
 
 
 def _parse(url: str) -> URL:
