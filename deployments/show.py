@@ -1,6 +1,7 @@
 """What `hexflow status`, `hexflow runs` and the end of a run print."""
 
 import json
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -10,29 +11,38 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from deployments.api import PrefectApi, Unreachable, answers
+from deployments.api import PrefectApi, Unreachable, answers, without_password
 from deployments.follow import minutes
 from deployments.servers import StackState
 from planners.cluster import Machine
 from planners.cluster_plan import ClusterPlan
 from planners.machine import placements
+from planners.sections import SHIPPED
 from tasks.exchange.layout import RunDirectory
 from tasks.exchange.ledger import Ledger
 from tasks.exchange.rows import PlanEpochRow, RunRow
 from tasks.settings import Settings
 
+NAMED_BY = {"Prefect server": "PREFECT_API_URL", "MLflow server": "MLFLOW_TRACKING_URI"}
+"""The variable that names a server to use in place of the stack's own."""
+
 
 def show_status(settings: Settings, state: StackState | None, console: Console) -> bool:
     """Print servers, workers and running runs; whether the stack is complete and answers."""
     if state is None or not state.members:
+        for name, variable in NAMED_BY.items():
+            if url := os.environ.get(variable):
+                where = f"{without_password(url)}, named by {variable}"
+                console.print(f"{name} {_answer(url)}: {where}", soft_wrap=True, markup=False)
         console.print(f"No stack runs for {settings.home}: start it with `hexflow up`.", soft_wrap=True)
         return False
-    prefect_answers = answers(f"{state.prefect_url}/health")
-    mlflow_answers = not state.mlflow_url.startswith("http") or answers(f"{state.mlflow_url}/health")
+    urls = dict(zip(NAMED_BY, (state.prefect_url, state.mlflow_url), strict=True))
     table = Table("part", "state", "where", box=None)
-    table.add_row("Prefect server", _answer(prefect_answers), state.prefect_url.removesuffix("/api"))
-    table.add_row("MLflow server", _answer(mlflow_answers), state.mlflow_url)
-    complete = prefect_answers and mlflow_answers
+    for name, url in urls.items():
+        whose = "" if url in state.own_urls.values() else f", named by {NAMED_BY[name]}"
+        table.add_row(name, _answer(url), without_password(url).removesuffix("/api") + whose)
+    prefect_answers = _answers(state.prefect_url)
+    complete = prefect_answers and _answers(state.mlflow_url)
     for pool, queue in state.pools.items():
         member = state.members.get(f"worker-{pool}")
         online = bool(member) and prefect_answers and _online(PrefectApi(state.prefect_url), pool)
@@ -40,13 +50,27 @@ def show_status(settings: Settings, state: StackState | None, console: Console) 
         word = "online" if online else "offline" if member else "not running"
         table.add_row(f"worker of pool {pool}", word, f"queue {queue}")
     console.print(table)
+    for name, variable in NAMED_BY.items():
+        wanted = (os.environ.get(variable) or urls[name]).rstrip("/")
+        if wanted != urls[name]:
+            known, new = without_password(urls[name]), without_password(wanted)
+            console.print(
+                f"{variable} names {new}, but this stack uses {known}: `hexflow down`, then `hexflow up` changes it.",
+                soft_wrap=True,
+                markup=False,
+            )
     console.print(f"{_memory_gib(state):.2f} GiB of memory; logs in {settings.logs}", soft_wrap=True)
     show_running(settings, console)
     return complete
 
 
-def _answer(does: bool) -> str:
-    return "answers" if does else "does not answer"
+def _answers(url: str) -> bool:
+    """Whether a server answers; MLflow may be a file or a database, which needs none."""
+    return not url.startswith("http") or answers(f"{url.rstrip('/')}/health")
+
+
+def _answer(url: str) -> str:
+    return "answers" if _answers(url) else "does not answer"
 
 
 def _online(api: PrefectApi, pool: str) -> bool:
@@ -111,7 +135,8 @@ def show_runs(settings: Settings, console: Console) -> None:
     ledger = Ledger(settings.ledger_url)
     runs = sorted(ledger.list_runs(), key=lambda run: run.created_s)
     if not runs:
-        console.print("No run yet: start one with `hexflow train deployments/experiments/laptop.yaml`.")
+        laptop = SHIPPED / "experiments" / "laptop.yaml"
+        console.print(f"No run yet: start one with `hexflow train {laptop}`.", soft_wrap=True)
         return
     table = Table(box=None)
     table.add_column("run", no_wrap=True)  # a person copies it into `hexflow resume`

@@ -9,6 +9,7 @@ from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
+import psutil
 import pytest
 import typer
 from rich.console import Console
@@ -18,7 +19,8 @@ from deployments import api, cli, follow
 from deployments.api import Json, PrefectApi, Unreachable
 from deployments.cli import CANCELLED, EXIT_STATUS
 from deployments.follow import Follower, View, describe_step, draw, ending, time_left_s, waiting_for
-from deployments.show import show_running, show_runs, summary_lines
+from deployments.servers import Member, StackState
+from deployments.show import show_running, show_runs, show_status, summary_lines
 from deployments.stack import Stack
 from deployments.versions import WIRE_SCHEMA
 from planners.cluster import Device, Machine
@@ -400,6 +402,31 @@ def test_status_without_a_stack(settings: Settings, tmp_path: Path) -> None:
     done = run_hexflow(tmp_path, "status")
     assert done.returncode == 1
     assert "hexflow up" in done.stdout
+
+
+def shown_status(settings: Settings, state: StackState | None) -> str:
+    out = io.StringIO()
+    assert not show_status(settings, state, Console(file=out, width=160))
+    return out.getvalue()
+
+
+def test_status_tells_named_servers(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    """None of these answers; a person wants to know that, and who named them."""
+    own, named = "http://127.0.0.1:2", "http://me:secret@127.0.0.1:1/api"
+    member = Member(pid=os.getpid(), started_s=psutil.Process().create_time(), log=settings.logs / "log")
+    state = StackState(
+        prefect_url=named, mlflow_url=own, identity={}, own_urls={"mlflow": own}, members={"mlflow": member}
+    )
+    assert "named by" not in shown_status(settings, None)
+    assert "MLFLOW_TRACKING_URI" not in shown_status(settings, state)
+    monkeypatch.setenv("PREFECT_API_URL", named)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:3")
+    without, within = shown_status(settings, None), shown_status(settings, state)
+    assert "Prefect server does not answer: http://…@127.0.0.1:1/api, named by PREFECT_API_URL" in without
+    assert "No stack runs" in without
+    assert "http://…@127.0.0.1:1, named by PREFECT_API_URL" in within
+    assert f"MLFLOW_TRACKING_URI names http://127.0.0.1:3, but this stack uses {own}: `hexflow down`" in within
+    assert "secret" not in without + within
 
 
 def run_hexflow(directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
