@@ -295,6 +295,8 @@ def _health_urls(state: StackState) -> dict[str, str]:
 
 
 def _require_named_servers(state: StackState, own: list[str]) -> None:
+    if PREFECT not in own and not state.prefect_url.startswith(("http://", "https://")):
+        raise UserError(f"PREFECT_API_URL is {state.prefect_url}: write http:// or https:// before it, or unset it.")
     for name, url in _health_urls(state).items():
         if name not in own and url.startswith("http") and not answers(url, deadline_s=10.0):
             variable = "PREFECT_API_URL" if name == PREFECT else "MLFLOW_TRACKING_URI"

@@ -9,8 +9,10 @@ from planners.sections import Section
 class Workload(Section):
     """Sizes of a training step and how stale its data may be. B and G are the symbols of the paper (AReaL-Hex)."""
 
-    prompts_per_step: int = Field(default=8, ge=1, description="Prompts (groups) consumed by one training step: B.")
-    group_size: int = Field(default=8, ge=1, description="Answers generated for each prompt: G.")
+    prompts_per_step: int = Field(
+        default=8, ge=1, le=100_000, description="Prompts (groups) consumed by one training step: B."
+    )
+    group_size: int = Field(default=8, ge=1, le=10_000, description="Answers generated for each prompt: G.")
     max_prompt_tokens: int = Field(default=64, ge=1, description="Longest prompt accepted, in tokens.")
     max_new_tokens: int = Field(default=8, ge=1, description="Longest answer generated, in tokens.")
     max_staleness: int = Field(

@@ -27,6 +27,8 @@ from tasks.training.memory import checkpoint_bytes, count_parameters, training_m
 
 _ELEMENT_BYTES = {"float32": 4, "bfloat16": 2}
 _GIB = 2**30
+_GENERATED_PROMPTS = 1000
+"""Generated questions are alike: so many show whether they fit."""
 LEAVING_S = 10.0
 """A run that ends gives its devices back within it."""
 
@@ -120,9 +122,9 @@ def _usable_machine(experiment: Experiment) -> Machine:
 
 
 def _check_prompts(experiment: Experiment, model_path: Path) -> None:
-    """Encode what can be known: the held-out questions, and those of the first step or of the whole file."""
+    """Encode what can be known: the held-out questions, and those of the whole file, or of the first step's start."""
     prompts = PromptSource(experiment, load_tokenizer(model_path))
-    indices = range(prompts.epoch or experiment.workload.prompts_per_step)
+    indices = range(prompts.epoch or min(experiment.workload.prompts_per_step, _GENERATED_PROMPTS))
     for item in [*prompts.heldout(), *map(prompts.item, indices)]:
         prompts.encode(item)
 

@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 from sqlalchemy import update
 
-from deployments import api, cli, follow
+from deployments import api, cli, follow, stack
 from deployments.api import Json, PrefectApi, Unreachable
 from deployments.cli import CANCELLED, EXIT_STATUS
 from deployments.follow import Follower, View, describe_step, draw, ending, time_left_s, waiting_for
@@ -36,6 +36,7 @@ from tasks.settings import Settings
 from tests.plan_support import gpu_plan
 
 TINY = Path(cli.__file__).parent / "experiments" / "tiny.yaml"
+LAPTOP = str(Path(cli.__file__).parent / "clusters" / "laptop.yaml")
 RUN = RunRow(
     run_id="tiny-1",
     flow_run_id="flow-1",
@@ -333,6 +334,14 @@ def test_a_run_lost_from_sight_was_started_all_the_same(
         (["train", "good.yaml", "algorithm.lr=fast"], "algorithm.lr"),
         (["plan", "bad.yaml"], "did you mean 'algorithm'"),
         (["resume", "none-1"], "no run none-1"),
+        (["resume", "broken-1"], "the experiment of the run, cannot be read"),
+        (["resume", "lost-1"], "The ledger does not know run lost-1"),
+        (["plan", "good.yaml", "data.task=chain_sums"], "did you mean 'chain_sum'"),
+        (["plan", "good.yaml", "--cluster", ""], "--cluster names no file"),
+        (["plan", "good.yaml", "--cluster", LAPTOP, "--json", "."], "is a directory: name a file"),
+        (["plan", "good.yaml", "--cluster", LAPTOP, "--json", "/proc/none/plan.json"], "cannot be written"),
+        (["plan", "good.yaml", "--cluster", LAPTOP, "--json", "/dev/null"], "no regular file"),
+        (["simulate", "none.json", "--json", "/proc/none/figures.json"], "cannot be written"),
     ],
 )
 def test_bad_input_is_one_line_and_starts_nothing(
@@ -340,11 +349,50 @@ def test_bad_input_is_one_line_and_starts_nothing(
 ) -> None:
     (tmp_path / "bad.yaml").write_text("algoritm: {lr: 1}\n")
     (tmp_path / "good.yaml").write_text("run: {steps: 1}\n")
+    for run, text in {"broken-1": "{", "lost-1": "{}"}.items():
+        RunDirectory(settings.runs / run).root.mkdir(parents=True)
+        RunDirectory(settings.runs / run).experiment.write_text(text)
     done = run_hexflow(tmp_path, *arguments)
     assert done.returncode == 2
     assert message in done.stderr
     assert done.stderr.count("\n") == 1
     assert not (settings.home / "stack.json").exists()
+
+
+@pytest.mark.parametrize("command", ["train", "prepare", "plan"])
+def test_a_home_that_cannot_be_made_is_one_line(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """/proc takes no files, not even from root."""
+    monkeypatch.setenv("HEXFLOW_HOME", "/proc/none")
+    monkeypatch.setenv("HEXFLOW_RUNS", str(tmp_path))
+    done = run_hexflow(tmp_path, command, str(TINY))
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "/proc/none cannot be written" in done.stderr
+
+
+def test_a_terminal_that_knows_ascii_only_gets_question_marks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
+    done = run_hexflow(tmp_path, "simulate", "-h")
+    assert done.returncode == 0
+    assert "`hexflow plan ? --cluster ? --json`" in " ".join(done.stdout.split())
+
+
+@pytest.mark.parametrize("arguments", [["-h"], ["plan", "-h"], ["down", "-h"]])
+def test_a_short_way_to_help(arguments: list[str], tmp_path: Path) -> None:
+    done = run_hexflow(tmp_path, *arguments)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "-h, --help" in done.stdout
+
+
+def test_what_a_command_does_fits_its_line_in_the_list(tmp_path: Path) -> None:
+    commands = run_hexflow(tmp_path, "--help").stdout.partition("Commands:")[2].split("\n")
+    assert len([line for line in commands if line.strip()]) == 10
+    assert [line for line in commands if line.endswith("...")] == []
+
+
+def test_a_named_server_needs_a_scheme() -> None:
+    state = StackState(prefect_url="localhost:4200/api", mlflow_url="", identity={})
+    with pytest.raises(UserError, match="PREFECT_API_URL is localhost:4200/api: write http://"):
+        stack._require_named_servers(state, own=["mlflow"])
 
 
 def started(*_: object) -> Stack:

@@ -143,7 +143,7 @@ def test_a_batch_larger_than_the_data_is_refused(rows: dict[str, Any]) -> None:
 
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"data\.path .*missing\.jsonl cannot be read"):
+    with pytest.raises(UserError, match=r"There is no file .*missing\.jsonl, which data\.path names"):
         source({"kind": "jsonl", "path": str(tmp_path / "missing.jsonl")})
     with pytest.raises(UserError, match=r"data\.path missing\.jsonl is relative .* give the absolute path"):
         source({"kind": "jsonl", "path": "missing.jsonl"})

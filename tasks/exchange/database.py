@@ -137,10 +137,10 @@ def _explained(place: URL) -> Iterator[None]:
             "`pip install 'psycopg[binary]'` in hexflow's environment."
         ) from None
     except (SQLAlchemyError, sqlite3.Error, OSError) as error:
-        cause = " ".join(str(error).split("\n[SQL")[0].split("\n(Background")[0].split())
+        cause = " ".join(str(getattr(error, "orig", None) or error).split()).rstrip("?.")
         raise UserError(
-            f"The ledger {shown} cannot be opened: {cause}. Check that its place exists and is writable, or name "
-            "another with HEXFLOW_LEDGER_URL."
+            f"The ledger {shown} cannot be opened: {cause}. Start its server or mend its place, or name another with "
+            "HEXFLOW_LEDGER_URL."
         ) from error
 
 

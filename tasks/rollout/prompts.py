@@ -266,6 +266,10 @@ def _read_rows(data: DataSection) -> list[Item]:
         raise UserError(f"data.path {data.path} is relative and there is no {path} here: give the absolute path.")
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
+    except FileNotFoundError:
+        raise UserError(
+            f"There is no file {path}, which data.path names: it needs lines such as {_EXAMPLE_ROW}."
+        ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"data.path {path} cannot be read as UTF-8 text: {error}.") from None
     rows = [_parse_row(path, number, line) for number, line in enumerate(lines, start=1) if line.strip()]
