@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import re
 from pathlib import Path
 from statistics import fmean
 
@@ -49,6 +50,14 @@ def test_shipped_clusters_load(path: Path) -> None:
 def test_the_large_shipped_cluster_has_1024_devices_of_six_types() -> None:
     topology = read_cluster(REPOSITORY / "deployments" / "clusters" / "mix-1024.yaml")
     assert (topology.devices, len(topology.types)) == (1024, 6)
+
+
+def test_the_cluster_file_of_the_readme_loads(tmp_path: Path) -> None:
+    (block,) = re.findall(r"```yaml\n(.*?)```", (REPOSITORY / "README.md").read_text(), re.DOTALL)
+    (tmp_path / "two-kinds.yaml").write_text(block)
+    topology = read_cluster(tmp_path / "two-kinds.yaml")
+    assert [node.name for node in topology.nodes] == ["fast-0", "cheap-0", "cheap-1"]
+    assert topology.types["h20"].usd_per_h == 1.5
 
 
 @pytest.mark.parametrize(
