@@ -5,7 +5,7 @@ It holds all that the simulator needs, so a plan file can be simulated, or compa
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -16,9 +16,15 @@ from planners.memory import Memory, serving_memory
 from planners.placement import Placed
 from planners.sync import SYNC_RUNS_TODAY, SyncMode
 
+Count = Annotated[int, Field(ge=1)]
+Number = Annotated[int, Field(ge=0)]
+Amount = Annotated[float, Field(ge=0)]
+Positive = Annotated[float, Field(gt=0)]
+
 
 class _Part(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)  # built when first used: imports stay fast
+    # Built when first used: imports stay fast.
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, defer_build=True)
 
 
 class StagePlan(_Part):
@@ -26,9 +32,9 @@ class StagePlan(_Part):
 
     device_type: str
     kind: Literal["cuda", "cpu"]
-    data: int = Field(description="Data-parallel ranks; cores form one, with a thread each.")
-    tensor: int = Field(description="Tensor-parallel ranks.")
-    layer_share: float = Field(description="Share of the layers.")
+    data: Count = Field(description="Data-parallel ranks; cores form one, with a thread each.")
+    tensor: Count = Field(description="Tensor-parallel ranks.")
+    layer_share: Amount = Field(description="Share of the layers.")
     devices: dict[str, tuple[int, ...]] = Field(description="Device indices by machine.")
 
 
@@ -48,18 +54,18 @@ class ReplicaPlan(_Part):
     kind: Literal["cuda", "cpu"]
     machine: str
     devices: tuple[int, ...]
-    concurrency: int = Field(description="Answers in progress at most.")
-    tokens_per_s: float
-    latency_s: float = Field(description="Seconds of the longest answer of a step.")
+    concurrency: Count = Field(description="Answers in progress at most.")
+    tokens_per_s: Positive
+    latency_s: Amount = Field(description="Seconds of the longest answer of a step.")
 
 
 class IterationPlan(_Part):
     """Seconds of an engine iteration: base_s[n−1] + per_cached_token_s·S + per_context_s·S/n."""
 
-    base_s: tuple[float, ...]
-    per_cached_token_s: float
-    per_context_s: float
-    prefill_s: float
+    base_s: tuple[Positive, ...]
+    per_cached_token_s: Amount
+    per_context_s: Amount
+    prefill_s: Amount
 
 
 class MachinePlan(_Part):
@@ -67,32 +73,32 @@ class MachinePlan(_Part):
 
     name: str
     device_type: str
-    devices: int
-    training: int = Field(description="Devices that train.")
-    rollout: int = Field(description="Devices that generate.")
+    devices: Count
+    training: Number = Field(description="Devices that train.")
+    rollout: Number = Field(description="Devices that generate.")
 
 
 class MemoryPlan(_Part):
     """Bytes on one device, by part."""
 
     role: str
-    weights: float
-    gradients: float
-    optimiser: float
-    activations: float
-    kv: float
-    workspace: float
-    available: float
+    weights: Amount
+    gradients: Amount
+    optimiser: Amount
+    activations: Amount
+    kv: Amount
+    workspace: Amount
+    available: Positive
 
 
 class DemandPlan(_Part):
     """What a step asks, as far as simulation needs it."""
 
-    prompts_per_step: int
-    group_size: int
-    max_staleness: int
-    prompt_tokens: float
-    response_points: tuple[float, ...] = Field(description="Equally likely answer lengths.")
+    prompts_per_step: Count
+    group_size: Count
+    max_staleness: Number
+    prompt_tokens: Amount
+    response_points: tuple[Positive, ...] = Field(min_length=1, description="Equally likely answer lengths.")
 
 
 class ClusterPlan(_Part):
@@ -102,20 +108,22 @@ class ClusterPlan(_Part):
     cluster: str
     model: str
     what_if: bool = Field(description="Whether it uses layouts or sync modes that do not run yet.")
-    throughput_tokens_per_s: float
-    step_s: float
-    rollout_s: float
-    train_s: float
-    sync_s: float = Field(description="From the end of a training step until every replica generates with its weights.")
-    sync_train_s: float = Field(description="Of these the trainer stands still.")
-    sync_rollout_s: float = Field(description="Of these every replica stands still.")
-    transfer_s: float = Field(description="From the end of a training step until replicas can begin to take weights.")
+    throughput_tokens_per_s: Positive
+    step_s: Positive
+    rollout_s: Amount
+    train_s: Amount
+    sync_s: Amount = Field(
+        description="From the end of a training step until every replica generates with its weights."
+    )
+    sync_train_s: Amount = Field(description="Of these the trainer stands still.")
+    sync_rollout_s: Amount = Field(description="Of these every replica stands still.")
+    transfer_s: Amount = Field(description="From the end of a training step until replicas can begin to take weights.")
     sync_mode: SyncMode
-    reward_s: float
-    usd_per_h: float = Field(description="Price of the devices used.")
-    price_bound_usd_per_h: float | None = Field(description="With a target: nothing cheaper reaches it.")
-    usd_per_million_tokens: float
-    upper_bound_tokens_per_s: float = Field(description="No plan of the listed layouts is faster under these costs.")
+    reward_s: Amount
+    usd_per_h: Amount = Field(description="Price of the devices used.")
+    price_bound_usd_per_h: Amount | None = Field(description="With a target: nothing cheaper reaches it.")
+    usd_per_million_tokens: Amount
+    upper_bound_tokens_per_s: Positive = Field(description="No plan of the listed layouts is faster under these costs.")
     gap: float = Field(description="(bound − throughput)/bound.")
     gap_solver: float = Field(description="What the solver left unproven.")
     gap_placement: float = Field(description="What concrete machines lose against the best links.")
@@ -123,12 +131,12 @@ class ClusterPlan(_Part):
     solve_s: float
     limited_by: str
     training: TrainingPlan
-    replicas: tuple[ReplicaPlan, ...]
+    replicas: tuple[ReplicaPlan, ...] = Field(min_length=1)
     machines: tuple[MachinePlan, ...]
     memory: dict[str, MemoryPlan]
     iterations: dict[str, IterationPlan]
     demand: DemandPlan
-    simulated_step_s: float | None = Field(default=None, description="Step time of the plan in a simulation.")
+    simulated_step_s: Positive | None = Field(default=None, description="Step time of the plan in a simulation.")
     explanation: str = Field(default="", description="In words: why this split, how sure, what would help.")
 
     @model_validator(mode="after")
@@ -158,10 +166,7 @@ def build_plan(
     throughput = demand.tokens_per_step / placed.step_s
     upper = demand.tokens_per_step / bound_step_s
     machines = _machines(problem, placed)
-    price = sum(
-        (m.training + m.rollout) * next(n for n in topology.nodes if n.name == m.name).device.usd_per_h
-        for m in machines
-    )
+    price = sum((m.training + m.rollout) * n.device.usd_per_h for m, n in zip(machines, topology.nodes, strict=True))
     columns = sorted({column for column, _, _ in placed.replicas}, key=lambda c: c.name)
     rollout_s = _rollout_s(problem, placed)
     return ClusterPlan(
