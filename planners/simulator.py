@@ -18,14 +18,17 @@ whose place is given out again, and comes back after `repair_s` with the latest 
 import heapq
 import random
 from collections import Counter, deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from planners.cluster_plan import ClusterPlan, IterationPlan, ReplicaPlan
+from planners.cluster_plan import ClusterPlan, DemandPlan, IterationPlan, ReplicaPlan
 from planners.errors import UserError
 from planners.staleness import choose_groups, may_lease
 
-SHOWN_STEPS, WARM_UP = 60, 20
-"""Steps of the simulation whose step time is shown beside the planner's."""
+SHOWN_STEPS, SHOWN_ANSWERS = (60, 1000), (50_000, 500_000)
+"""Of the simulation whose step time is shown beside the planner's, at least and at most."""
+MOST_ANSWERS = 20_000_000
+"""Of any simulation: a core simulates about 100,000 a second."""
 
 
 @dataclass(frozen=True)
@@ -122,8 +125,10 @@ class Simulator:
         failures_per_h: float = 0.0,
         repair_s: float = 300.0,
         keep_spans: bool = False,
+        tell: Callable[[int], object] | None = None,
     ) -> None:
         self.plan = plan
+        self.tell = tell
         self.demand = plan.demand
         self.draw = random.Random(seed)
         self.failures_per_h, self.repair_s, self.keep_spans = failures_per_h, repair_s, keep_spans
@@ -293,6 +298,8 @@ class Simulator:
         self.step += 1
         self.version = self.step
         self.step_ends_s.append(now_s)
+        if self.tell is not None:
+            self.tell(self.step)
         self.waited_since_s = self.training_until_s = now_s + self.plan.sync_train_s
         self._span("trainer", "sync", now_s, self.waited_since_s)
         self.arrival_s = max(self.arrival_s, now_s) + self.plan.transfer_s
@@ -384,6 +391,7 @@ def simulate(
     failures_per_h: float = 0.0,
     repair_s: float = 300.0,
     keep_spans: bool = False,
+    tell: Callable[[int], object] | None = None,
 ) -> Simulation:
     """Run a plan.
 
@@ -395,24 +403,45 @@ def simulate(
         failures_per_h: failures of each replica per hour (Poisson).
         repair_s: seconds until a failed replica is back.
         keep_spans: keep what every actor did when, for a Gantt chart.
+        tell: is called with the number of steps done after each.
 
     Raises:
-        UserError: fewer than one step, a warm-up that leaves none, or a negative rate.
+        UserError: fewer than one step, a warm-up that leaves none, a negative rate, or more than `MOST_ANSWERS`.
     """
+    answers = plan.demand.prompts_per_step * plan.demand.group_size
+    if steps * answers > MOST_ANSWERS:
+        most = MOST_ANSWERS // answers
+        raise UserError(
+            f"{steps:,} steps of {answers:,} answers take too long: a simulation stops at {MOST_ANSWERS:,} answers. "
+            + (f"Simulate at most {most:,} steps." if most else "A step of this plan cannot be simulated.")
+        )
     warm_up = min(plan.demand.max_staleness + 1, steps // 2) if warm_up is None else warm_up
     if not 0 <= warm_up < steps:
         raise UserError(f"{steps} steps leave none after a warm-up of {warm_up}: simulate more of them.")
     if failures_per_h < 0 or repair_s < 0:
         raise UserError("failures_per_h and repair_s must not be negative.")
-    simulator = Simulator(plan, seed=seed, failures_per_h=failures_per_h, repair_s=repair_s, keep_spans=keep_spans)
+    simulator = Simulator(
+        plan, seed=seed, failures_per_h=failures_per_h, repair_s=repair_s, keep_spans=keep_spans, tell=tell
+    )
     return simulator.run(steps, warm_up)
 
 
 def with_simulated_step(plan: ClusterPlan) -> ClusterPlan:
-    """The plan with the step time that it reaches in a simulation.
+    """The plan with the step time that it reaches in a simulation, where one of `SHOWN_ANSWERS` says something.
 
     The planner reckons with means. A step waits for the longest of its answers, whose length varies from step to step,
-    and replicas that the gate keeps half empty are faster than full ones: by up to 8 % in benchmarks/README.md the two
+    and replicas that the gate keeps half empty are faster than full ones: by up to 6 % in benchmarks/README.md the two
     differ, where few prompts a step or little staleness leave no slack.
     """
-    return plan.model_copy(update={"simulated_step_s": simulate(plan, steps=SHOWN_STEPS, warm_up=WARM_UP).step_s})
+    steps, warm_up = shown_steps(plan.demand)
+    if steps < SHOWN_STEPS[0] and warm_up <= plan.demand.max_staleness:
+        return plan
+    return plan.model_copy(update={"simulated_step_s": simulate(plan, steps=steps, warm_up=warm_up).step_s})
+
+
+def shown_steps(demand: DemandPlan) -> tuple[int, int]:
+    """Steps of the simulation whose step time is shown, more where they are small, and how many are warm-up."""
+    answers = demand.prompts_per_step * demand.group_size
+    least, most = SHOWN_STEPS
+    steps = min(max(least, min(most, SHOWN_ANSWERS[0] // answers)), SHOWN_ANSWERS[1] // answers)
+    return steps, steps // 3

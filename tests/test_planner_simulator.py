@@ -234,6 +234,20 @@ def test_a_warm_up_must_leave_steps() -> None:
     assert replace(simulate(BASE, steps=1), spans=()).steps == 1
 
 
+def test_more_answers_than_can_be_simulated_in_time_are_refused() -> None:
+    with pytest.raises(UserError, match=r"Simulate at most 625,000 steps"):
+        simulate(BASE, steps=10**6)
+    large = BASE.demand.model_copy(update={"prompts_per_step": 10**8})
+    with pytest.raises(UserError, match=r"A step of this plan cannot be simulated"):
+        simulate(BASE.model_copy(update={"demand": large}), steps=1)
+
+
+def test_progress_is_told_step_by_step() -> None:
+    told: list[int] = []
+    simulate(BASE, steps=5, tell=told.append)
+    assert told == [1, 2, 3, 4, 5]
+
+
 def test_a_negative_staleness_never_reaches_the_simulator() -> None:
     with pytest.raises(UserError):
         planned(1, 1, -1, constant(10))
