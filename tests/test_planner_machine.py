@@ -19,6 +19,7 @@ from planners.lengths import Samples
 from planners.machine import check_devices, placements, plan_machine
 from planners.make import make_plan
 from planners.profile import DeviceProfile
+from planners.program import highest_rate
 from planners.simulator import simulate
 from planners.topology import ClusterFile, Topology, discovered, parse_cluster
 from planners.workload import Workload
@@ -288,7 +289,7 @@ def test_the_highest_rate_counts_every_core_once() -> None:
         discovered("host", [machine_of({("a", "cpu"): 9})], profiles), TINY, demand_of(workload), profiles=profiles
     )
     columns = rollout_columns(problem)
-    assert joint._highest_rate(problem, columns) == pytest.approx(max(c.tokens_per_s for c in columns))
+    assert highest_rate(problem, columns) == pytest.approx(max(c.tokens_per_s for c in columns))
 
 
 def test_no_answer_for_one_more_device_leaves_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
