@@ -2,6 +2,7 @@
 
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -17,16 +18,18 @@ from planners.columns import (
 )
 from planners.demand import Demand
 from planners.errors import UserError
-from planners.joint import TIDY_USD_PER_H, Choice, Wish, solve_joint
+from planners.joint import solve_joint
 from planners.model import Model
 from planners.placement import Placed, place, with_real_step
 from planners.profile import DeviceProfile
+from planners.program import TIDY_USD_PER_H, Wish
 from planners.solver import Infeasible
 from planners.sync import SyncMode
 from planners.topology import Topology
 
 Mode = Literal["joint", "two-phase", "homogeneous", "uniform", "exhaustive"]
 RANKING_ROUNDS = 4
+MET = 1e-6  # by which a target may be missed, or a price exceeded: the solver's tolerance
 SOLVER_GAP, FINE_SOLVER_GAP = 1e-3, 1e-7
 FEW_DEVICES = 16
 """What runs today on up to so many devices is solved to the finer gap, which costs nothing there."""
@@ -69,7 +72,7 @@ def make_plan(
     Raises:
         UserError: bad input, nothing fits, or the wish cannot be met; the message names the best that can.
     """
-    _check_wishes(mode, budget_usd_per_h, target_tokens_per_s)
+    _check_wishes(topology, mode, budget_usd_per_h, target_tokens_per_s)
     began = time.perf_counter()
     problem = Problem(
         topology, model, demand, what_if=what_if, sync_mode=sync_mode, profiles=profiles, training_wish=training_wish
@@ -122,13 +125,21 @@ def _unproven(placed: Placed) -> _Outcome:
     return _Outcome(placed, placed.step_s, placed.step_s)
 
 
-def _check_wishes(mode: Mode, budget: float | None, target: float | None) -> None:
+def rounded_down(value: float) -> str:
+    """A rate to four digits, or in whole tokens, never above its true value: as a target it can be reached."""
+    digits = max(0, 3 - math.floor(math.log10(value)))
+    return f"{math.floor(value * 10**digits) / 10**digits:.{digits}f}"
+
+
+def _check_wishes(topology: Topology, mode: Mode, budget: float | None, target: float | None) -> None:
     if budget is not None and not 0 < budget < math.inf:  # not a number is neither
         raise UserError(f"The budget is {budget:g} USD/h: give a positive, finite one.")
     if target is not None and not 0 < target < math.inf:
         raise UserError(f"The target is {target:g} tokens/s: give a positive, finite one.")
     if budget is not None and target is not None:
         raise UserError("Give a budget or a target, not both.")
+    if budget is not None and topology.usd_per_h == 0:
+        raise UserError(f"Nothing on cluster {topology.name} has a price, so a budget says nothing: set usd_per_h.")
     if mode in ("two-phase", "exhaustive") and (budget is not None or target is not None):
         raise UserError(f"Mode {mode} plans a given cluster; use --mode joint with a budget or a target.")
 
@@ -198,23 +209,53 @@ def _solve_and_place(
             break
         placed = place(problem, choice.training, choice.replicas)
         best = min(best, placed, key=_quality(wish))
-    if wish.target_step_s is not None:
-        tidy = TIDY_USD_PER_H * problem.topology.devices
-        return _Outcome(best, best.step_s, best.step_s, max(0.0, first.bound - tidy))
-    return _Outcome(best, min(first.bound, best.step_s), min(first.objective, best.step_s))
+    if wish.target_step_s is None:
+        return _Outcome(best, min(first.bound, best.step_s), min(first.objective, best.step_s))
+    best = _fastest_as_cheap(problem, training, rollout, wish, best, time_limit_s, gap)
+    return _Outcome(best, best.step_s, best.step_s, max(0.0, first.bound - TIDY_USD_PER_H * problem.topology.devices))
 
 
-def _quality(wish: Wish) -> Callable[[Placed], float]:
-    """Smaller is better: step time, or price among placements that meet the target."""
+def _fastest_as_cheap(
+    problem: Problem,
+    training: list[TrainingColumn],
+    rollout: list[RolloutColumn],
+    wish: Wish,
+    cheapest: Placed,
+    time_limit_s: float,
+    gap: float,
+) -> Placed:
+    """The fastest placement at the price of the cheapest one that meets the target; at any, where that missed it.
 
-    def price(placed: Placed) -> float:
-        trains = sum(n.device.usd_per_h * len(devices) for stage in placed.stages for n, devices in stage)
-        return trains + sum(n.device.usd_per_h * len(devices) for _, n, devices in placed.replicas)
+    Raises:
+        Infeasible: the target is missed on the real links.
+    """
+    meets = cheapest.step_s <= (wish.target_step_s or 0.0) * (1 + MET)
+    price = _price(cheapest)
+    if meets and price == 0:
+        return cheapest
+    budget = Wish(budget_usd_per_h=price * (1 + MET) if meets else None)
+    choice = solve_joint(problem, training, rollout, budget, time_limit_s=time_limit_s, gap=gap)
+    best = min(cheapest, place(problem, choice.training, choice.replicas), key=_quality(wish))
+    if best.step_s > (wish.target_step_s or 0.0) * (1 + MET):
+        raise Infeasible
+    return best
 
-    def quality(placed: Placed) -> float:
+
+def _price(placed: Placed) -> float:
+    """USD per hour of the devices used."""
+    trains = sum(n.device.usd_per_h * len(devices) for stage in placed.stages for n, devices in stage)
+    return trains + sum(n.device.usd_per_h * len(devices) for _, n, devices in placed.replicas)
+
+
+def _quality(wish: Wish) -> Callable[[Placed], tuple[float, ...]]:
+    """Smaller is better: step time, or price and then step time among placements that meet the target."""
+
+    def quality(placed: Placed) -> tuple[float, ...]:
         if wish.target_step_s is None:
-            return placed.step_s
-        return price(placed) if placed.step_s <= wish.target_step_s * (1 + 1e-6) else 1e9 + placed.step_s
+            return (placed.step_s,)
+        if placed.step_s > wish.target_step_s * (1 + MET):
+            return (math.inf, placed.step_s)
+        return (round(_price(placed), 6), placed.step_s)
 
     return quality
 
@@ -233,18 +274,20 @@ def _cannot(
             slowest = Wish(target_step_s=_longest_step_s(problem, training, rollout))
             cheapest = solve_joint(problem, training, rollout, slowest, time_limit_s=time_limit_s)
             return (
-                f"A budget of {wish.budget_usd_per_h:g} USD/h buys no plan: the cheapest is {_words(cheapest)} "
-                f"for {cheapest.objective:.2f} USD/h."
+                f"A budget of {wish.budget_usd_per_h:g} USD/h buys no plan: the cheapest is "
+                f"{_words(cheapest.training, cheapest.replicas)} for "
+                f"{math.ceil(100 * cheapest.objective) / 100:.2f} USD/h."
             )
-        fastest = solve_joint(problem, training, rollout, time_limit_s=time_limit_s)
+        fastest = _solve_and_place(problem, training, rollout, Wish(), time_limit_s).placed
     except Infeasible:
         return (
             f"Cluster {problem.topology.name} has too few devices: model {problem.model.name} can be trained on it, "
             "or generate on it, but not both at once. Add devices."
         )
     return (
-        f"{tokens / (wish.target_step_s or 1):.0f} tokens/s cannot be reached on cluster {problem.topology.name}: "
-        f"the best is {tokens / fastest.objective:.0f} tokens/s with {_words(fastest)}."
+        f"{tokens / (wish.target_step_s or 1):g} tokens/s cannot be reached on cluster {problem.topology.name}: the "
+        f"best is {rounded_down(tokens / fastest.step_s)} tokens/s with "
+        f"{_words(fastest.training, Counter(column for column, _, _ in fastest.replicas))}."
     )
 
 
@@ -255,6 +298,6 @@ def _longest_step_s(problem: Problem, training: list[TrainingColumn], rollout: l
     return 10 * (longest_s + max(c.latency_s for c in rollout) + problem.model.weight_bytes / 1e8)
 
 
-def _words(choice: Choice) -> str:
-    replicas = ", ".join(f"{count} × {column.name}" for column, count in choice.replicas.items())
-    return f"training on {choice.training.layout.name} with replicas {replicas}"
+def _words(training: TrainingColumn, replicas: Mapping[RolloutColumn, int]) -> str:
+    counts = ", ".join(f"{count} × {column.name}" for column, count in replicas.items())
+    return f"training on {training.layout.name} with replicas {counts}"

@@ -248,10 +248,35 @@ def test_a_target_is_met_for_less_than_the_whole_cluster() -> None:
     assert half.price_bound_usd_per_h <= half.usd_per_h <= half.price_bound_usd_per_h * (1 + SOLVER_GAP)
 
 
+def test_the_best_that_is_named_is_reached_as_a_target() -> None:
+    with pytest.raises(UserError) as refused:
+        make_plan(HEX, SEVEN, PAPER, target_tokens_per_s=1e9)
+    best = float(str(refused.value).split("the best is ")[1].split()[0])
+    plan = make_plan(HEX, SEVEN, PAPER, target_tokens_per_s=best)
+    assert plan.throughput_tokens_per_s >= best * (1 - 1e-6)
+
+
+def test_of_plans_at_the_price_of_a_target_the_fastest_is_taken() -> None:
+    """Devices of equal price: the cheapest for a low target is any pair, the fastest of them is known."""
+    equal = replace(
+        HEX, nodes=tuple(replace(n, devices=1, device=replace(n.device, usd_per_h=1.0)) for n in HEX.nodes[-2:])
+    )
+    best = make_plan(equal, SMALL, PAPER)
+    plan = make_plan(equal, SMALL, PAPER, target_tokens_per_s=best.throughput_tokens_per_s / 50)
+    assert plan.usd_per_h == best.usd_per_h == 2
+    assert plan.step_s == pytest.approx(best.step_s)
+
+
+def test_a_budget_where_nothing_has_a_price_is_refused() -> None:
+    free = replace(HEX, nodes=tuple(replace(n, device=replace(n.device, usd_per_h=0.0)) for n in HEX.nodes))
+    with pytest.raises(UserError, match="has a price, so a budget says nothing"):
+        make_plan(free, SEVEN, PAPER, budget_usd_per_h=5)
+
+
 def test_wishes_that_cannot_be_met_name_what_can() -> None:
     with pytest.raises(UserError, match=r"cheapest is training on .* USD/h"):
         make_plan(HEX, SEVEN, PAPER, budget_usd_per_h=1)
-    with pytest.raises(UserError, match=r"the best is \d+ tokens/s"):
+    with pytest.raises(UserError, match=r"the best is \d+(\.\d+)? tokens/s"):
         make_plan(HEX, SEVEN, PAPER, target_tokens_per_s=1e9)
     with pytest.raises(UserError, match="not both"):
         make_plan(HEX, SEVEN, PAPER, target_tokens_per_s=1, budget_usd_per_h=1)
