@@ -1,6 +1,10 @@
 """`hexflow plan --cluster` and `hexflow simulate`: plans for described clusters, which need no stack and no GPU."""
 
-from dataclasses import asdict, replace
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -8,12 +12,17 @@ from rich.console import Console
 from rich.table import Table
 
 from planners.cluster_plan import ClusterPlan, read_plan
-from planners.explain import cluster_map, gantt, memory_table
+from planners.explain import cluster_map, gantt, memory_table, money
+from planners.make import rounded_down
 from planners.simulator import Simulation, simulate
 from tasks.cluster_planning import study_cluster
 from tasks.exchange.files import write_atomic, write_json
 from tasks.experiment import Experiment
 from tasks.settings import Settings
+
+TELL_EVERY_S = 5.0
+CHART_STEPS = 300
+"""More steps than these are not drawn: a character would stand for several."""
 
 
 def plan_cluster(
@@ -37,8 +46,9 @@ def plan_cluster(
     Raises:
         UserError: bad input, nothing fits, or the wish cannot be met.
     """
-    with console.status("planning"):
-        study = study_cluster(experiment, cluster, settings, **wishes)
+    with _telling() as tell:
+        study = study_cluster(experiment, cluster, settings, tell=tell, **wishes)
+        tell("asking what would help")
         words = study.explain()
     console.print(words, soft_wrap=True, markup=False)
     for picture in (cluster_map(study.plan), memory_table(study.plan)):
@@ -52,31 +62,52 @@ def simulate_plan(plan_file: Path, console: Console, json_file: Path | None, *, 
     """Run a plan file through the simulator, print what happened, and write it as JSON where asked.
 
     Raises:
-        UserError: the file is no plan.
+        UserError: the file is no plan, or it takes too long.
     """
-    plan = read_plan(plan_file)
-    with console.status("simulating"):
-        simulation = simulate(plan, steps=steps, seed=seed, keep_spans=True)
+    plan, draws = read_plan(plan_file), steps <= CHART_STEPS
+    with _telling() as tell:
+
+        def tell_step(step: int) -> None:
+            tell(f"simulated {step:,} of {steps:,} steps")
+
+        simulation = simulate(plan, steps=steps, seed=seed, keep_spans=draws, tell=tell_step)
     console.print(_figures(plan, simulation))
-    console.print(f"\n{gantt(simulation)}", soft_wrap=True, markup=False)
+    chart = gantt(simulation) if draws else f"A chart is drawn of up to {CHART_STEPS} steps."
+    console.print(f"\n{chart}", soft_wrap=True, markup=False)
     if json_file is not None:
-        write_json(json_file, asdict(replace(simulation, spans=())))
+        write_json(json_file, {key: value for key, value in asdict(simulation).items() if key != "spans"})
         console.print(f"\nsimulation: {json_file}", soft_wrap=True, markup=False)
+
+
+@contextmanager
+def _telling() -> Iterator[Callable[[str], object]]:
+    """Takes what is being done, and says it on stderr every few seconds for as long as that lasts."""
+    doing, ended = [""], threading.Event()
+
+    def tell() -> None:
+        while not ended.wait(TELL_EVERY_S):
+            print(f"{doing[0]} …", file=sys.stderr, flush=True)
+
+    thread = threading.Thread(target=tell, daemon=True)
+    thread.start()
+    try:
+        yield lambda what: doing.__setitem__(0, what)
+    finally:
+        ended.set()
+        thread.join()
 
 
 def _figures(plan: ClusterPlan, simulation: Simulation) -> Table:
     table = Table("", "simulated", "planned", box=None)
     table.add_row(
         "response tokens/s",
-        f"{simulation.throughput_tokens_per_s:,.0f}",
-        f"{plan.throughput_tokens_per_s:,.0f}",
+        rounded_down(simulation.throughput_tokens_per_s),
+        rounded_down(plan.throughput_tokens_per_s),
     )
-    table.add_row("step", f"{simulation.step_s:.1f} s", f"{plan.step_s:.1f} s")
-    table.add_row(
-        "USD per million tokens",
-        f"{simulation.usd_per_million_tokens:.2f}",
-        f"{plan.usd_per_million_tokens:.2f}",
-    )
+    table.add_row("step", f"{simulation.step_s:.3g} s", f"{plan.step_s:.3g} s")
+    if plan.usd_per_h:
+        simulated, planned = simulation.usd_per_million_tokens, plan.usd_per_million_tokens
+        table.add_row("USD per million tokens", money(simulated), money(planned))
     table.add_row("trainer waits", f"{simulation.trainer_wait_share:.0%}", "")
     table.add_row("gate shut for replicas", f"{simulation.gate_wait_share:.0%}", "")
     staleness = ", ".join(f"{versions}: {groups}" for versions, groups in sorted(simulation.staleness.items()))

@@ -2,77 +2,168 @@
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from itertools import groupby
 from typing import Any
 
 from planners.cluster_plan import ClusterPlan
-from planners.columns import Problem, TrainingWish, rollout_columns, training_columns
 from planners.demand import Demand
 from planners.errors import UserError
-from planners.joint import solve_joint
-from planners.make import make_plan
+from planners.make import make_plan, rounded_down
 from planners.memory import GIB
 from planners.model import Model
-from planners.simulator import Simulation
-from planners.solver import Infeasible
+from planners.next_device import NEGLIGIBLE, Gain
+from planners.simulator import Simulation, Span, shown_steps
 from planners.topology import Topology
 
 SYMBOLS = {"train": "T", "generate": "G", "sync": "s", "wait": ".", "down": "x"}
-NEGLIGIBLE = 0.001
-"""Share of a step's time that counts as none: the solver's own gap, within which two plans are equal."""
-NEXT_LIMIT_S = 10.0
-"""Of each solve for one more device, which only adds a sentence to a plan that is there."""
+DISAGREEMENT = 0.05
+"""Share by which plan and simulation may differ without a word on which to trust."""
+ALIKE = 4
+"""So many equal machines in a row have a line each in the map; more share one."""
 
 
-def explain(plan: ClusterPlan, next_devices: Mapping[str, float] | None = None) -> str:
+def explain(
+    plan: ClusterPlan,
+    gains: Mapping[str, Gain] | None = None,
+    *,
+    budget_usd_per_h: float | None = None,
+    opened: Gain | None = None,
+) -> str:
     """Why this split, how sure that is, and which device would help.
 
     Args:
         plan: the plan.
-        next_devices: gain of one more device of each type, from `next_device_gains`.
+        gains: of one more device of each type, from `next_device_gains`.
+        budget_usd_per_h: what it was planned for.
+        opened: what layouts that --what-if opens would bring, where that was asked.
     """
     generating = Counter(t for replica in plan.replicas for t in [replica.device_type] * len(replica.devices))
     side, other = ("Training", "generation") if plan.limited_by == "training" else ("Generation", "training")
     sides = (plan.train_s + plan.sync_train_s, plan.rollout_s + plan.reward_s + plan.sync_rollout_s)
     longer, shorter = sorted(sides, reverse=True)
-    idle = sum(m.devices - m.training - m.rollout for m in plan.machines)
     lines = [
         f"Trains on {plan.training.layout}; generates on "
         + ", ".join(f"{count} × {kind}" for kind, count in sorted(generating.items()))
         + f" in {len(plan.replicas)} {'replica' if len(plan.replicas) == 1 else 'replicas'}.",
-        f"{side} limits: {longer:.2f} s a step against {shorter:.2f} s of {other}, {_sync_words(plan)} included; a "
-        f"step takes {plan.step_s:.2f} s{_in_turn(plan)}.",
-        f"{plan.throughput_tokens_per_s:,.0f} response tokens/s{_price_words(plan)}.",
+        f"{side} limits: {_seconds(longer)} a step against {_seconds(shorter)} of {other}, {_sync_words(plan)} "
+        f"included; a step takes {_seconds(plan.step_s)}{_in_turn(plan)}.",
+        *_longest_answers(plan),
+        f"{rounded_down(plan.throughput_tokens_per_s)} response tokens/s{_price_words(plan)}.",
+        *_simulated(plan),
+        _certainty(plan),
+        *_left_out(plan, budget_usd_per_h, opened),
     ]
-    if plan.simulated_step_s is not None:
-        differs = round(plan.simulated_step_s / plan.step_s - 1, 3) or 0.0  # never -0.0
-        lines.append(
-            f"A simulation, with lengths drawn at random, takes {plan.simulated_step_s:.2f} s a step ({differs:+.1%})."
-        )
-    lines.append(_certainty(plan))
-    if idle:
-        lines.append(f"{idle} {'device is' if idle == 1 else 'devices are'} not needed: no use would shorten the step.")
     fullest = max((n for n, m in plan.memory.items() if m.role == "train"), key=lambda name: _share(plan, name))
     lines.append(f"Memory is fullest on {fullest}: {_share(plan, fullest):.0%} of what may be used.")
-    for kind, gain in sorted((next_devices or {}).items(), key=lambda item: -item[1]):
-        what = f"brings {gain:+.1%}" if gain > NEGLIGIBLE else "brings nothing"
-        lines.append(f"One more {kind} {what}.")
+    lines += _next_devices(gains or {})
     if plan.what_if:
         lines.append("What-if: it uses layouts or a sync mode that do not run yet.")
     return "\n".join(lines)
 
 
+def _seconds(value: float) -> str:
+    return f"{value:.2f} s" if value >= 0.01 or value == 0 else f"{value:.2g} s"
+
+
+def _longest_answers(plan: ClusterPlan) -> list[str]:
+    """What generation's seconds are where they are not its work."""
+    work_s = plan.throughput_tokens_per_s * plan.step_s / sum(r.tokens_per_s for r in plan.replicas)
+    if plan.rollout_s <= work_s * (1 + DISAGREEMENT):
+        return []
+    eta, longest_s = plan.demand.max_staleness, max(r.latency_s for r in plan.replicas)
+    steps = f"with staleness {eta} they have {eta + 1} steps, training included" if eta else "each step waits for them"
+    return [
+        f"Of generation's {_seconds(plan.rollout_s)} its work takes {_seconds(work_s)}: the longest answers decide, "
+        f"which take {_seconds(longest_s)}; {steps}."
+    ]
+
+
+def _simulated(plan: ClusterPlan) -> list[str]:
+    """The simulation's step time, and which of the two figures to trust where they differ."""
+    if plan.simulated_step_s is None:
+        return ["Not simulated: a step has too many answers, among which chance evens out."]
+    differs = round(plan.simulated_step_s / plan.step_s - 1, 3) or 0.0  # never -0.0
+    lines = [
+        f"A simulation, with lengths drawn at random, takes {_seconds(plan.simulated_step_s)} a step ({differs:+.1%})."
+    ]
+    if abs(differs) > DISAGREEMENT:
+        lines.append(f"They differ by more than {DISAGREEMENT:.0%}: {_whom_to_trust(plan, differs)}.")
+    return lines
+
+
+def _whom_to_trust(plan: ClusterPlan, differs: float) -> str:
+    _, warm_up = shown_steps(plan.demand)
+    if plan.demand.max_staleness > warm_up:
+        return (
+            f"trust the plan, since the simulation is too short to leave the start behind at staleness "
+            f"{plan.demand.max_staleness}"
+        )
+    if differs > 0:
+        why = "work and longest answer vary from step to step, and each side waits for the other"
+    elif plan.reward_s:
+        why = "scoring, which the plan adds to generation, goes on beside it"
+    else:
+        why = "replicas that are not full, as the gate leaves them, are faster than the plan's full ones"
+    return f"trust the simulation, since {why}"
+
+
+def _left_out(plan: ClusterPlan, budget_usd_per_h: float | None, opened: Gain | None) -> list[str]:
+    """Why devices do nothing, as far as that is known."""
+    idle = sum(m.devices - m.training - m.rollout for m in plan.machines)
+    if not idle:
+        return []
+    devices = f"{idle} {'device is' if idle == 1 else 'devices are'}"
+    if plan.price_bound_usd_per_h is not None:
+        return [f"{devices} not rented: the target is met without."]
+    sure = plan.gap <= NEGLIGIBLE
+    found = "no use of them would shorten the step" if sure else "no use of them was found to shorten the step"
+    if budget_usd_per_h is not None:
+        return [f"{devices} not rented: within {budget_usd_per_h:g} USD/h {found}."]
+    if plan.mode == "homogeneous":
+        return [f"{devices} left out: mode homogeneous uses one device type, and of it no more than shorten the step."]
+    if plan.mode == "two-phase":
+        return [f"{devices} left out by Algorithm 1; mode joint would say whether any use shortens the step."]
+    within = " where half of the devices train" if plan.mode == "uniform" else ""
+    today = "" if plan.what_if or opened is None else " in layouts that run today"
+    lines = [f"{devices} not needed: {found}{within}{today}."]
+    if opened is not None and opened.share > NEGLIGIBLE:
+        lines.append(f"Layouts that --what-if opens would bring {_gain_words(opened)}.")
+    return lines
+
+
+def _next_devices(gains: Mapping[str, Gain]) -> list[str]:
+    """A sentence per type, the most useful first."""
+    lines = [
+        f"One more {kind} brings {_gain_words(gain)}."
+        for kind, gain in sorted(gains.items(), key=lambda item: -item[1].share)
+    ]
+    if any(gain.share > NEGLIGIBLE for gain in gains.values()):
+        lines.append("These are planned gains in tokens/s, on a machine of its own, before placement.")
+    return lines
+
+
+def _gain_words(gain: Gain) -> str:
+    if gain.share <= NEGLIGIBLE:
+        return "nothing"
+    return f"{'at most ' if gain.at_most else ''}{gain.share:+.1%}"
+
+
 def _price_words(plan: ClusterPlan) -> str:
     if not plan.usd_per_h:
         return ""
-    return f" for {plan.usd_per_h:.2f} USD/h, {plan.usd_per_million_tokens:.2f} USD per million tokens"
+    return f" for {plan.usd_per_h:.2f} USD/h, {money(plan.usd_per_million_tokens)} USD per million tokens"
+
+
+def money(usd: float) -> str:
+    """USD to the cent, or to two digits where that would be nothing."""
+    return f"{usd:.2f}" if usd >= 0.1 or usd == 0 else f"{usd:.2g}"
 
 
 def _sync_words(plan: ClusterPlan) -> str:
     if plan.sync_mode == "storage":
-        return f"{plan.sync_train_s:.2f} s of writing weights and {plan.sync_rollout_s:.2f} s of loading them"
-    hidden = f" after {plan.transfer_s:.2f} s of hidden transfer" if plan.transfer_s else ""
-    return f"{plan.sync_rollout_s:.2f} s of {plan.sync_mode} sync{hidden}"
+        return f"{_seconds(plan.sync_train_s)} of writing weights and {_seconds(plan.sync_rollout_s)} of loading them"
+    hidden = f" after {_seconds(plan.transfer_s)} of hidden transfer" if plan.transfer_s else ""
+    return f"{_seconds(plan.sync_rollout_s)} of {plan.sync_mode} sync{hidden}"
 
 
 def _in_turn(plan: ClusterPlan) -> str:
@@ -95,54 +186,6 @@ def _share(plan: ClusterPlan, name: str) -> float:
     return held / m.available
 
 
-def next_device_gains(
-    topology: Topology,
-    model: Model,
-    demand: Demand,
-    plan: ClusterPlan,
-    *,
-    what_if: bool = False,
-    training_wish: TrainingWish | None = None,
-) -> dict[str, float]:
-    """Relative gain in throughput from one more device of each type, on a machine of its own.
-
-    It is linked as machines of its type are; where there is only one, as its type is linked to others. Compared are
-    step times before placement. A layout that trains no faster than the plan's step cannot shorten it, so only the
-    others are tried. Among 1,000 devices and more one is within the solver's own gap of 0.1 %: nothing is said of it,
-    nor of a type where the solver finds no answer in time. `what_if` and `training_wish` are those of `make_plan`.
-    """
-    if topology.devices * NEGLIGIBLE >= 1:
-        return {}
-    before_s = demand.tokens_per_step / plan.upper_bound_tokens_per_s / (1 - plan.gap_solver)
-    gains = {}
-    for kind, device in topology.types.items():
-        links = {frozenset((kind,)): min(topology.type_links.values(), default=1e9), **topology.type_links}
-        like = next(n for n in topology.nodes if n.type_name == kind)
-        extra = replace(like, name="one-more", group="one-more", device=device, devices=1, host="", numbers=())
-        grown = replace(topology, nodes=(*topology.nodes, extra), type_links=links)
-        problem = Problem(grown, model, demand, what_if=what_if, sync_mode=plan.sync_mode, training_wish=training_wish)
-        try:
-            gains[kind] = max(0.0, before_s / _step_below_s(problem, before_s) - 1)
-        except UserError:
-            continue
-    return gains
-
-
-def _step_below_s(problem: Problem, limit_s: float) -> float:
-    """The shortest step before placement, or the limit where none is shorter.
-
-    Raises:
-        UserError: the solver found no plan in time.
-    """
-    training = [column for column in training_columns(problem) if column.step_s < limit_s]
-    if not training:
-        return limit_s
-    try:
-        return solve_joint(problem, training, rollout_columns(problem), time_limit_s=NEXT_LIMIT_S).objective
-    except Infeasible:
-        return limit_s
-
-
 def budget_curve(
     topology: Topology, model: Model, demand: Demand, budgets: list[float], **how: Any
 ) -> Iterator[tuple[float, ClusterPlan]]:
@@ -159,27 +202,35 @@ def budget_curve(
 
 
 def cluster_map(plan: ClusterPlan) -> str:
-    """A line per machine, a letter per device: T trains, G generates, · is not needed."""
-    width = max(len(m.name) for m in plan.machines)
-    kinds = max(len(m.device_type) for m in plan.machines)
-    return "\n".join(
-        f"{m.name:{width}}  {m.device_type:{kinds}}  "
-        + "T" * m.training
-        + "G" * m.rollout
-        + "·" * (m.devices - m.training - m.rollout)
-        for m in plan.machines
-    )
+    """A letter per device, a line per machine or for several equal ones in a row, and what the letters mean."""
+    rows = []
+    for (kind, *roles), machines in groupby(
+        plan.machines, key=lambda m: (m.device_type, m.training, m.rollout, m.devices)
+    ):
+        alike, letters = list(machines), "T" * roles[0] + "G" * roles[1] + "·" * (roles[2] - roles[0] - roles[1])
+        if len(alike) <= ALIKE:
+            rows += [(m.name, kind, letters) for m in alike]
+        else:
+            rows.append((f"{alike[0].name} … {alike[-1].name}", kind, f"{letters}  × {len(alike)}"))
+    width, kinds = (max(len(row[i]) for row in rows) for i in (0, 1))
+    lines = [f"{name:{width}}  {kind:{kinds}}  {letters}" for name, kind, letters in rows]
+    return "\n".join([*lines, "T trains, G generates, · is not used"])
 
 
 def memory_table(plan: ClusterPlan) -> str:
     """GiB by part for every kind of device in the plan."""
     parts = ("weights", "gradients", "optimiser", "activations", "kv", "workspace", "available")
-    width = max(len(name) for name in plan.memory)
+    width = max(len(name) for name in (*plan.memory, "GiB per device"))
     lines = [f"{'GiB per device':{width}}" + "".join(f"{part:>12}" for part in parts)]
     for name, memory in plan.memory.items():
         values = memory.model_dump()
-        lines.append(f"{name:{width}}" + "".join(f"{values[part] / GIB:12.1f}" for part in parts))
+        lines.append(f"{name:{width}}" + "".join(f"{_gib(values[part]):>12}" for part in parts))
     return "\n".join(lines)
+
+
+def _gib(amount: float) -> str:
+    gib = amount / GIB
+    return "-" if gib == 0 else f"{gib:.1f}" if gib >= 0.05 else f"{gib:.1g}"
 
 
 def gantt(simulation: Simulation, width: int = 100) -> str:
@@ -187,16 +238,19 @@ def gantt(simulation: Simulation, width: int = 100) -> str:
 
     Each character shows what the actor did most in its slice of time. Needs a simulation with `keep_spans`.
     """
-    actors = sorted({span.actor for span in simulation.spans}, key=lambda a: (a != "trainer", len(a), a))
     slice_s = simulation.seconds / width
+    spans_of: dict[str, list[Span]] = {}
+    for span in simulation.spans:
+        spans_of.setdefault(span.actor, []).append(span)
+    actors = sorted(spans_of, key=lambda a: (a != "trainer", len(a), a))
     lines = [f"{'':9}0 s{'':{max(0, width - 16)}}{simulation.seconds:10.0f} s"]
     for actor in actors:
         spent = [Counter[str]() for _ in range(width)]
-        for span in (s for s in simulation.spans if s.actor == actor):
+        for span in spans_of[actor]:
             first = max(0, int(span.start_s / slice_s))
             for i in range(first, min(width, int(span.end_s / slice_s) + 1)):
                 overlap_s = min(span.end_s, (i + 1) * slice_s) - max(span.start_s, i * slice_s)
                 spent[i][span.kind] += overlap_s  # type: ignore[assignment]
         line = "".join(SYMBOLS[max(s, key=lambda kind: s[kind])] if s else " " for s in spent)
         lines.append(f"{actor if actor == 'trainer' else 'r' + actor:9}{line}")
-    return "\n".join(lines)
+    return "\n".join([*lines, "T trains, G generates, s takes or gives weights, x is down, . waits"])

@@ -13,9 +13,10 @@ from planners.cluster_plan import ClusterPlan
 from planners.columns import TrainingWish
 from planners.demand import Demand, demand_of
 from planners.errors import UserError
-from planners.explain import NEGLIGIBLE, NEXT_LIMIT_S, explain
+from planners.explain import explain
 from planners.make import FEW_DEVICES, make_plan
 from planners.model import Model
+from planners.next_device import ASK_LIMIT_S, NEGLIGIBLE
 from planners.plan import Placement, Placements
 from planners.profile import DeviceProfile
 from planners.simulator import with_simulated_step
@@ -198,7 +199,7 @@ def _next_devices(
         )
         grown = replace(topology, nodes=nodes)
         try:
-            better = make_plan(grown, model, demand, profiles=profiles, training_wish=wish, time_limit_s=NEXT_LIMIT_S)
+            better = make_plan(grown, model, demand, profiles=profiles, training_wish=wish, time_limit_s=ASK_LIMIT_S)
         except UserError:
             continue
         if better.step_s > (1 - NEGLIGIBLE) * plan.step_s:

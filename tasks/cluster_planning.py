@@ -1,6 +1,6 @@
 """Plans made from an experiment: for this machine, as `rl` runs them, and for a described cluster."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -9,10 +9,11 @@ from planners.cluster import Machine
 from planners.cluster_plan import ClusterPlan
 from planners.columns import TrainingWish
 from planners.demand import Demand, demand_of
-from planners.explain import budget_curve, explain, next_device_gains
+from planners.explain import budget_curve, explain
 from planners.machine import check_type, plan_machine
 from planners.make import make_plan
 from planners.model import Model, read_model
+from planners.next_device import MOST_DEVICES, memory_remedy, next_device_gains, what_if_gain
 from planners.profile import DeviceProfile
 from planners.simulator import with_simulated_step
 from planners.topology import Topology, read_cluster
@@ -36,11 +37,23 @@ class ClusterStudy:
 
     def explain(self) -> str:
         """Why this split; for a given cluster also what one more device of each type would bring."""
-        rents = self.wishes.get("budget_usd_per_h") or self.wishes.get("target_tokens_per_s")
-        if self.plan.mode != "joint" or rents:
-            return explain(self.plan)
+        budget = self.wishes.get("budget_usd_per_h")
+        what = (self.topology, self.model, self.demand)
+        if self.plan.mode != "joint" or budget or self.wishes.get("target_tokens_per_s"):
+            return explain(self.plan, budget_usd_per_h=budget)
         how = {key: self.wishes[key] for key in ("what_if", "training_wish") if key in self.wishes}
-        return explain(self.plan, next_device_gains(self.topology, self.model, self.demand, self.plan, **how))
+        idle = any(m.training + m.rollout < m.devices for m in self.plan.machines)
+        asks = idle and not how.get("what_if") and self.topology.devices < MOST_DEVICES
+        return "\n".join(
+            [
+                explain(
+                    self.plan,
+                    next_device_gains(*what, self.plan, **how),
+                    opened=what_if_gain(*what, self.plan) if asks else None,
+                ),
+                *memory_remedy(*what, self.plan, **how),
+            ]
+        )
 
     def budget_curve(self) -> list[tuple[float, ClusterPlan]]:
         """The best plan for quarters of what the whole cluster costs, in USD/h; budgets that buy none are left out."""
@@ -81,10 +94,24 @@ def plan_here(
     )
 
 
-def study_cluster(experiment: Experiment, cluster: Path, settings: Settings, **wishes: Any) -> ClusterStudy:
+def study_cluster(
+    experiment: Experiment,
+    cluster: Path,
+    settings: Settings,
+    *,
+    tell: Callable[[str], object] = lambda what: None,
+    **wishes: Any,
+) -> ClusterStudy:
     """Plan an experiment for a cluster file, on the device types that it may use.
 
     What it says about trainer and replicas is kept to, unless what-if opens layouts that it has no words for.
+
+    Args:
+        experiment: names the model and the workload.
+        cluster: the cluster file.
+        settings: where prepared models lie.
+        tell: is called with what is done next.
+        wishes: further arguments of `planners.make.make_plan`.
 
     Raises:
         UserError: bad input, nothing fits, or the wish cannot be met.
@@ -103,8 +130,10 @@ def study_cluster(experiment: Experiment, cluster: Path, settings: Settings, **w
         wishes["training_wish"] = TrainingWish(
             planner.train_type, planner.train_devices, experiment.algorithm.zero_stage
         )
-    plan = with_simulated_step(make_plan(topology, model, demand, **wishes))
-    return ClusterStudy(plan, topology, model, demand, wishes)
+    tell(f"planning {topology.devices:,} devices")
+    plan = make_plan(topology, model, demand, **wishes)
+    tell("simulating the plan")
+    return ClusterStudy(with_simulated_step(plan), topology, model, demand, wishes)
 
 
 def demand_for(experiment: Experiment) -> Demand:

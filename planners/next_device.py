@@ -1,0 +1,127 @@
+"""What would bring a plan further: one more device of a type, layouts that --what-if opens, smaller micro-batches."""
+
+from dataclasses import dataclass, replace
+
+from planners.cluster_plan import ClusterPlan
+from planners.columns import Problem, TrainingWish, rollout_columns, training_columns
+from planners.demand import Demand
+from planners.errors import UserError
+from planners.joint import relaxed_step_s, solve_fastest
+from planners.model import Model
+from planners.program import Wish
+from planners.solver import Infeasible
+from planners.topology import Topology
+
+NEGLIGIBLE = 0.001
+"""Share of a step's time that counts as none: the solver's own gap, within which two plans are equal."""
+ROUGH = 0.005
+"""Solver gap of what only adds a sentence to a plan that is there."""
+ASK_LIMIT_S = 3.0
+"""Seconds of solving, all types together; beyond that a bound has to do."""
+REMEDY, LEAST_MICRO_BATCH = 0.02, 512
+"""Share by which smaller micro-batches have to shorten training to be named, and the smallest in tokens."""
+MOST_DEVICES = 1000
+"""From here on one more device is within the solver's own gap."""
+
+
+@dataclass(frozen=True)
+class Gain:
+    """Relative gain in throughput; `at_most` where the solver was not waited for and it is a bound."""
+
+    share: float
+    at_most: bool = False
+
+
+def next_device_gains(
+    topology: Topology,
+    model: Model,
+    demand: Demand,
+    plan: ClusterPlan,
+    *,
+    what_if: bool = False,
+    training_wish: TrainingWish | None = None,
+) -> dict[str, Gain]:
+    """What one more device of each type would bring, on a machine of its own.
+
+    It is linked as machines of its type are; where there is only one, as its type is linked to others. Compared are
+    step times before placement. First fractions of replicas are allowed, which takes no time: where not even they
+    shorten the step nothing does. Else the program is solved, for `ASK_LIMIT_S` over all types.
+
+    Args:
+        plan: of mode `joint`.
+        what_if: as in `make_plan`.
+        training_wish: as in `make_plan`.
+    """
+    if topology.devices >= MOST_DEVICES:
+        return {}
+    before_s = _before_placement_s(demand, plan)
+    gains = {}
+    for kind, device in topology.types.items():
+        links = {frozenset((kind,)): min(topology.type_links.values(), default=1e9), **topology.type_links}
+        like = next(n for n in topology.nodes if n.type_name == kind)
+        extra = replace(like, name="one-more", group="one-more", device=device, devices=1, host="", numbers=())
+        grown = replace(topology, nodes=(*topology.nodes, extra), type_links=links)
+        problem = Problem(grown, model, demand, what_if=what_if, sync_mode=plan.sync_mode, training_wish=training_wish)
+        gains[kind] = _gain(problem, before_s, ASK_LIMIT_S / len(topology.types))
+    return gains
+
+
+def what_if_gain(topology: Topology, model: Model, demand: Demand, plan: ClusterPlan) -> Gain:
+    """What layouts that do not run yet would bring to a plan of those that do."""
+    problem = Problem(topology, model, replace(demand, concurrency=None), what_if=True, sync_mode=plan.sync_mode)
+    return _gain(problem, _before_placement_s(demand, plan), ASK_LIMIT_S)
+
+
+def memory_remedy(
+    topology: Topology,
+    model: Model,
+    demand: Demand,
+    plan: ClusterPlan,
+    *,
+    what_if: bool = False,
+    training_wish: TrainingWish | None = None,
+) -> list[str]:
+    """A sentence where training limits and smaller micro-batches would let a faster layout fit into memory."""
+    if plan.limited_by != "training" or topology.devices >= MOST_DEVICES:
+        return []
+    tokens, fastest = demand.micro_batch_tokens, ""
+    now_s = plan.train_s * (1 - REMEDY)
+    while tokens >= 2 * LEAST_MICRO_BATCH:
+        tokens //= 2
+        smaller = replace(demand, micro_batch_tokens=tokens)
+        problem = Problem(
+            topology, model, smaller, what_if=what_if, sync_mode=plan.sync_mode, training_wish=training_wish
+        )
+        best = training_columns(problem)[0]
+        if best.step_s < now_s:
+            now_s = best.step_s
+            fastest = (
+                f"Memory keeps a faster training layout out: with algorithm.tokens_per_micro_batch={tokens} "
+                f"{best.layout.name} fits and takes {best.step_s:.2f} s."
+            )
+    return [fastest] if fastest else []
+
+
+def _before_placement_s(demand: Demand, plan: ClusterPlan) -> float:
+    return demand.tokens_per_step / plan.upper_bound_tokens_per_s / (1 - plan.gap_solver)
+
+
+def _gain(problem: Problem, before_s: float, time_limit_s: float) -> Gain:
+    """Layouts that train no faster than the plan's step cannot shorten it, so only the others are tried."""
+    training = [column for column in training_columns(problem) if column.step_s < before_s * (1 - NEGLIGIBLE)]
+    if not training:
+        return Gain(0.0)
+    rollout = rollout_columns(problem)
+    bound_s = relaxed_step_s(problem, training, rollout)
+    if bound_s >= before_s * (1 - NEGLIGIBLE):
+        return Gain(0.0)
+    try:
+        found = solve_fastest(problem, training, rollout, Wish(), time_limit_s=time_limit_s, gap=ROUGH)
+    except Infeasible:
+        return Gain(0.0)
+    except UserError:  # none found in time
+        return Gain(before_s / bound_s - 1, at_most=True)
+    bound_s = max(bound_s, found.bound)
+    if found.objective <= bound_s * (1 + 2 * ROUGH):
+        return Gain(max(0.0, before_s / found.objective - 1))
+    return Gain(max(0.0, before_s / bound_s - 1), at_most=True)
