@@ -105,11 +105,11 @@ class Samples(_Spec):
     """Lengths as they were observed."""
 
     kind: Literal["samples"] = "samples"
-    tokens: tuple[int, ...] = Field(min_length=1, description="Observed lengths in tokens.")
+    tokens: tuple[Annotated[int, Field(ge=1)], ...] = Field(min_length=1, description="Observed lengths in tokens.")
 
     def lengths(self) -> Lengths:
         """The samples, sorted; many are thinned to equally spaced quantiles."""
-        ordered = sorted(float(max(1, t)) for t in self.tokens)
+        ordered = sorted(map(float, self.tokens))
         if len(ordered) <= POINTS:
             return Lengths(tuple(ordered))
         return Lengths(tuple(ordered[int((i + 0.5) * len(ordered) / POINTS)] for i in range(POINTS)))

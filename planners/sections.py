@@ -19,6 +19,7 @@ SHIPPED = Path(__file__).resolve().parent.parent / "deployments"
 NAME_PATTERN = r"^[a-z0-9][a-z0-9-]*$"
 """The only pattern that texts in a section have to match."""
 _SHOWN_CHARACTERS = 60
+_SHOWN_FAULTS = 4
 _TRUTH = "truth"
 _Model = TypeVar("_Model", bound=BaseModel)
 
@@ -92,13 +93,14 @@ def parse_section(kind: type[_Model], tree: Any, origin: str) -> _Model:
     """Check a tree of values; `origin` names it in errors.
 
     Raises:
-        UserError: one phrase per fault, with the nearest known key for a misspelt one.
+        UserError: one phrase for each of the first faults, with the nearest known key for a misspelt one.
     """
     try:
         return kind.model_validate(tree)
     except ValidationError as error:
-        faults = "; ".join(dict.fromkeys(_describe(kind, fault) for fault in error.errors()))
-        raise UserError(f"{origin}: {faults}.") from None
+        faults = list(dict.fromkeys(_describe(kind, fault) for fault in error.errors()))
+        more = [f"and {len(faults) - _SHOWN_FAULTS} more"] if len(faults) > _SHOWN_FAULTS else []
+        raise UserError(f"{origin}: {'; '.join(faults[:_SHOWN_FAULTS] + more)}.") from None
 
 
 class _UniqueKeys(yaml.SafeLoader):
@@ -128,7 +130,7 @@ def _describe(kind: type[BaseModel], fault: Any) -> str:
     place, given, problem = f"'{where}'", fault["input"], fault["type"]
     if problem == "extra_forbidden":
         known = [key for owner in owners for key in owner.model_fields]
-        near = difflib.get_close_matches(where.rpartition(".")[2], known, n=1, cutoff=0.5)
+        near = difflib.get_close_matches(where.rpartition(".")[2], known, n=1, cutoff=0.6)
         hint = f"did you mean '{near[0]}'?" if near else f"known keys: {', '.join(known)}"
         return f"unknown key {place} ({hint})"
     if problem == _TRUTH:

@@ -20,6 +20,8 @@ from planners.sections import NAME_PATTERN, Section, parse_section, read_tree
 
 NETWORK_BYTES_PER_S = 1.25e9
 """Assumed between discovered machines: 10 Gbit/s."""
+FASTEST = 1e6
+"""GB/s; faster is a slip, or means no limit, which this is as well."""
 
 
 class _Section(Section):
@@ -32,27 +34,36 @@ class MachineGroup(_Section):
 
     name: str = Field(pattern=NAME_PATTERN, description="Machines are called name-0, name-1 and so on.")
     device_type: str = Field(description="Entry of the device catalogue.")
-    count: int = Field(default=1, ge=1, description="Machines of this group: what there is, or what can be rented.")
-    devices: int = Field(ge=1, description="Devices per machine.")
-    link_gb_per_s: float | None = Field(
-        default=None, gt=0, description="Bandwidth between devices of a machine, one way per device; empty: catalogue."
+    count: int = Field(
+        default=1, ge=1, le=10_000, description="Machines of this group: what there is, or what can be rented."
     )
-    usd_per_h: float | None = Field(default=None, ge=0, description="Price of one device hour; empty: catalogue.")
+    devices: int = Field(ge=1, le=1024, description="Devices per machine.")
+    link_gb_per_s: float | None = Field(
+        default=None,
+        gt=0,
+        le=FASTEST,
+        description="Bandwidth between devices of a machine, one way per device; empty: catalogue.",
+    )
+    usd_per_h: float | None = Field(
+        default=None, ge=0, le=1e6, description="Price of one device hour; empty: catalogue."
+    )
 
 
 class Link(_Section):
     """Bandwidth between two machines, one way."""
 
     between: tuple[str, str] = Field(description="Two device types, or two machines (which overrides their types').")
-    gb_per_s: float = Field(description="GB/s.")
+    gb_per_s: float = Field(le=FASTEST, description="GB/s.")
 
 
 class Storage(_Section):
     """The shared directory that weights travel through in sync mode `storage`."""
 
-    write_gb_per_s: float = Field(default=2.0, gt=0, description="Writing one version, GB/s.")
-    read_gb_per_s: float = Field(default=2.0, gt=0, description="Reading it, per machine, GB/s.")
-    load_gb_per_s: float = Field(default=10.0, gt=0, description="From a machine's memory onto one device, GB/s.")
+    write_gb_per_s: float = Field(default=2.0, gt=0, le=FASTEST, description="Writing one version, GB/s.")
+    read_gb_per_s: float = Field(default=2.0, gt=0, le=FASTEST, description="Reading it, per machine, GB/s.")
+    load_gb_per_s: float = Field(
+        default=10.0, gt=0, le=FASTEST, description="From a machine's memory onto one device, GB/s."
+    )
 
 
 class ClusterFile(_Section):

@@ -27,4 +27,6 @@ class Workload(Section):
     response_lengths: LengthSpec | None = Field(
         default=None, description="How long answers are in tokens, for the planner; empty: all of max_new_tokens."
     )
-    reward_s: float = Field(default=0.0, ge=0, description="Seconds by which scoring delays a step, for the planner.")
+    reward_s: float = Field(
+        default=0.0, ge=0, le=86_400, description="Seconds by which scoring delays a step, for the planner."
+    )

@@ -15,6 +15,9 @@ from planners.sections import NAME_PATTERN, Section, parse_section, parse_yaml, 
 from planners.workload import Workload
 
 _PATHS = ("data.path", "model.source")
+_WEEK_S = 604_800
+_MOST_ANSWERS = 100_000
+"""Per step: what the planner's simulator still gets through."""
 
 
 class ModelSection(Section):
@@ -67,7 +70,9 @@ class RewardSection(Section):
         description="`reasoning_gym`: the generator's own scorer; `math_verify`: mathematical equality with the "
         "answer; `character_share`: share of the answer's characters that equal the expected one.",
     )
-    timeout_s: float = Field(default=5.0, gt=0, description="Seconds after which scoring one answer is killed.")
+    timeout_s: float = Field(
+        default=5.0, gt=0, le=_WEEK_S, description="Seconds after which scoring one answer is killed."
+    )
     processes: int = Field(default=1, ge=1, description="Scoring processes per rollout replica.")
 
 
@@ -94,7 +99,7 @@ class AlgorithmSection(Section):
         description="Optimiser updates per training step, at most workload.prompts_per_step; it need not divide them.",
     )
     tokens_per_micro_batch: int = Field(
-        default=1024, ge=1, description="Largest packed micro-batch in tokens (a larger single group goes alone)."
+        default=1024, ge=1, description="Largest packed micro-batch in tokens (a single answer above it goes alone)."
     )
     zero_stage: Literal[0, 1, 2, 3] = Field(default=0, description="DeepSpeed ZeRO stage.")
     permute_advantages: bool = Field(
@@ -123,7 +128,9 @@ class RolloutSection(Section):
 class ClusterSection(Section):
     """Which devices the run may use."""
 
-    device_types: list[str] | None = Field(default=None, description="Device types to use; empty: all that are found.")
+    device_types: list[str] | None = Field(
+        default=None, min_length=1, description="Device types to use; empty: all that are found."
+    )
 
 
 class PlannerSection(Section):
@@ -160,13 +167,13 @@ class RunSection(Section):
     evaluation_samples: int = Field(default=2, ge=1, description="Sampled answers per held-out question.")
     restarts: int = Field(default=3, ge=0, description="Restarts of dead replicas and trainers allowed in all.")
     heartbeat_deadline_s: float = Field(
-        default=60.0, gt=0, description="Seconds of silence after which an actor is dead."
+        default=60.0, gt=0, le=_WEEK_S, description="Seconds of silence after which an actor is dead."
     )
     start_deadline_s: float = Field(
-        default=600.0, gt=0, description="Longest start of a replica or trainer, in seconds."
+        default=600.0, gt=0, le=_WEEK_S, description="Longest start of a replica or trainer, in seconds."
     )
     step_deadline_s: float = Field(
-        default=1800.0, gt=0, description="Longest time without a finished step, in seconds."
+        default=1800.0, gt=0, le=_WEEK_S, description="Longest time without a finished step, in seconds."
     )
 
 
@@ -192,6 +199,19 @@ class Experiment(Section):
             raise ValueError(
                 "workload.group_size is 1, but advantages are normalised within a group: set it to 2 or more"
             )
+        answers = self.workload.prompts_per_step * self.workload.group_size
+        if answers > _MOST_ANSWERS:
+            raise ValueError(
+                f"workload.prompts_per_step × workload.group_size is {answers} answers per step, above "
+                f"{_MOST_ANSWERS}: lower either"
+            )
+        for kind, limit in (("prompt", "max_prompt_tokens"), ("response", "max_new_tokens")):
+            spec, most = getattr(self.workload, f"{kind}_lengths"), getattr(self.workload, limit)
+            if spec is not None and (longest := spec.lengths().longest) > most:
+                raise ValueError(
+                    f"workload.{kind}_lengths reaches {longest:.0f} tokens, above workload.{limit} {most}: lower one "
+                    "or raise the other"
+                )
         lengths = self.workload.max_prompt_tokens + self.workload.max_new_tokens
         if lengths > self.model.max_context:
             raise ValueError(

@@ -45,6 +45,15 @@ def test_overrides_change_single_values() -> None:
             "workload.response_lengths={kind: samples, tokns: [1]}",
             r"response_lengths.tokns' \(did you mean 'tokens'\?\)",
         ),
+        ("workload.response_lengths={kind: samples, tokens: [0]}", "greater than or equal to 1"),
+        (
+            "workload.response_lengths={kind: samples, tokens: [17]}",
+            "reaches 17 tokens, above workload.max_new_tokens 16",
+        ),
+        ("workload.prompt_lengths={kind: samples, tokens: [33]}", "prompt_lengths reaches 33 tokens, above .* 32"),
+        ("workload.prompts_per_step=50000", "200000 answers per step, above 100000"),
+        ("cluster.device_types=[]", "at least 1 item"),
+        ("workload.reward_s=1e300", "less than or equal to 86400"),
         ("workload.response_lengths={mean: 3}", "'workload.response_lengths' lacks the key 'kind'"),
         ("workload.response_lengths={kind: log-normal, mean: .inf, q99: 1, cap: 1}", r"response_lengths.mean' is inf"),
     ],
@@ -86,6 +95,7 @@ def test_files_that_are_no_experiments(tmp_path: Path) -> None:
         ("1: 2\n", "keys should be strings"),
         ("tracking: {tags: {day: 2026-13-45}}\n", "not valid YAML: month must be"),
         ("[" * 3000, "nested too deeply"),
+        ("a: 1\nb: 2\nc: 3\nd: 4\ne: 5\nf: 6\n", "unknown key 'd' [^;]*; and 2 more"),
         ("run: {steps: 1}\n---\nrun: {steps: 2}\n", "expected a single document"),
     ],
 )

@@ -119,6 +119,8 @@ def test_bad_clusters_are_refused_in_words(changes: dict[str, object], message: 
         ("name: c\nmachins: []\n", r"unknown key 'machins' \(did you mean 'machines'\?\)"),
         ("machines: [{nmae: a, device_type: h20, devices: 8}]", r"'machines.0.nmae' \(did you mean 'name'\?\)"),
         ("machines: [{name: a, device_type: h20, devices: 8, count: 0}]", r"'machines.0.count' is 0: .* equal to 1"),
+        ("machines: [{name: a, device_type: h20, devices: 8, count: 1000000000}]", "less than or equal to 10000"),
+        ("name: c\nmachines: []\nlinks: [{between: [a, b], gb_per_s: 1.0e+300}]", "less than or equal to 1000000"),
         ("machines: [{name: a, device_type: h20, devices: true}]", "should not be true or false"),
         ("name: c\nmachines: []\nlinks: [{between: [a, b]}]", "'links.0.gb_per_s' is missing"),
         ("name: c\nmachines: []\nstorage: {read_gb_per_s: 0}", "'storage.read_gb_per_s' is 0"),
