@@ -137,7 +137,7 @@ def _explained(place: URL) -> Iterator[None]:
             "`pip install 'psycopg[binary]'` in hexflow's environment."
         ) from None
     except (SQLAlchemyError, sqlite3.Error, OSError) as error:
-        cause = " ".join(str(getattr(error, "orig", None) or error).split()).rstrip("?.")
+        cause = str(getattr(error, "orig", None) or error).splitlines()[0].rstrip(".")
         raise UserError(
             f"The ledger {shown} cannot be opened: {cause}. Start its server or mend its place, or name another with "
             "HEXFLOW_LEDGER_URL."
