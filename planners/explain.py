@@ -80,22 +80,24 @@ def _longest_answers(plan: ClusterPlan) -> list[str]:
 
 def _simulated(plan: ClusterPlan) -> list[str]:
     """The simulation's step time, and which of the two figures to trust where they differ."""
-    if plan.simulated_step_s is None:
+    shown = shown_steps(plan.demand)
+    if shown is None:
         return ["Not simulated: a step has too many answers, among which chance evens out."]
+    if plan.simulated_step_s is None:
+        return []
     differs = round(plan.simulated_step_s / plan.step_s - 1, 3) or 0.0  # never -0.0
     lines = [
         f"A simulation, with lengths drawn at random, takes {_seconds(plan.simulated_step_s)} a step ({differs:+.1%})."
     ]
     if abs(differs) > DISAGREEMENT:
-        lines.append(f"They differ by more than {DISAGREEMENT:.0%}: {_whom_to_trust(plan, differs)}.")
+        lines.append(f"They differ by more than {DISAGREEMENT:.0%}: {_whom_to_trust(plan, differs, *shown)}.")
     return lines
 
 
-def _whom_to_trust(plan: ClusterPlan, differs: float) -> str:
-    _, warm_up = shown_steps(plan.demand)
+def _whom_to_trust(plan: ClusterPlan, differs: float, steps: int, warm_up: int) -> str:
     if plan.demand.max_staleness > warm_up:
         return (
-            f"trust the plan, since the simulation is too short to leave the start behind at staleness "
+            f"trust the plan, since the simulation's {steps} steps are too few to leave the start behind at staleness "
             f"{plan.demand.max_staleness}"
         )
     if differs > 0:

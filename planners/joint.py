@@ -112,15 +112,6 @@ def solve_fastest(
     return replace(exact, bound=max(exact.bound, fastest.bound))
 
 
-def relaxed_step_s(problem: Problem, training: list[TrainingColumn], rollout: list[RolloutColumn]) -> float:
-    """A step that no plan is faster than, from fractions of replicas and of layouts, before (7) and in no time.
-
-    Raises:
-        Infeasible: no plan.
-    """
-    return minimise(Program(problem, training, rollout, Wish(), None).program, relaxed=True).bound
-
-
 def _cheapest_as_fast(
     problem: Problem,
     training: list[TrainingColumn],

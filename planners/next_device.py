@@ -6,7 +6,7 @@ from planners.cluster_plan import ClusterPlan
 from planners.columns import Problem, TrainingWish, rollout_columns, training_columns
 from planners.demand import Demand
 from planners.errors import UserError
-from planners.joint import relaxed_step_s, solve_fastest
+from planners.joint import solve_fastest
 from planners.model import Model
 from planners.program import Wish
 from planners.solver import Infeasible
@@ -26,7 +26,7 @@ MOST_DEVICES = 1000
 
 @dataclass(frozen=True)
 class Gain:
-    """Relative gain in throughput; `at_most` where the solver was not waited for and it is a bound."""
+    """Relative gain in throughput; `at_most` where the solver ran out of time and it is a bound."""
 
     share: float
     at_most: bool = False
@@ -44,8 +44,8 @@ def next_device_gains(
     """What one more device of each type would bring, on a machine of its own.
 
     It is linked as machines of its type are; where there is only one, as its type is linked to others. Compared are
-    step times before placement. First fractions of replicas are allowed, which takes no time: where not even they
-    shorten the step nothing does. Else the program is solved, for `ASK_LIMIT_S` over all types.
+    step times before placement. Nothing is said of a type for which the solver, with `ASK_LIMIT_S` over all types, has
+    no answer.
 
     Args:
         plan: of mode `joint`.
@@ -62,14 +62,20 @@ def next_device_gains(
         extra = replace(like, name="one-more", group="one-more", device=device, devices=1, host="", numbers=())
         grown = replace(topology, nodes=(*topology.nodes, extra), type_links=links)
         problem = Problem(grown, model, demand, what_if=what_if, sync_mode=plan.sync_mode, training_wish=training_wish)
-        gains[kind] = _gain(problem, before_s, ASK_LIMIT_S / len(topology.types))
+        try:
+            gains[kind] = _gain(problem, before_s, ASK_LIMIT_S / len(topology.types))
+        except UserError:
+            continue
     return gains
 
 
-def what_if_gain(topology: Topology, model: Model, demand: Demand, plan: ClusterPlan) -> Gain:
-    """What layouts that do not run yet would bring to a plan of those that do."""
+def what_if_gain(topology: Topology, model: Model, demand: Demand, plan: ClusterPlan) -> Gain | None:
+    """What layouts that do not run yet would bring to a plan of those that do; None where the solver has no answer."""
     problem = Problem(topology, model, replace(demand, concurrency=None), what_if=True, sync_mode=plan.sync_mode)
-    return _gain(problem, _before_placement_s(demand, plan), ASK_LIMIT_S)
+    try:
+        return _gain(problem, _before_placement_s(demand, plan), ASK_LIMIT_S)
+    except UserError:
+        return None
 
 
 def memory_remedy(
@@ -107,21 +113,17 @@ def _before_placement_s(demand: Demand, plan: ClusterPlan) -> float:
 
 
 def _gain(problem: Problem, before_s: float, time_limit_s: float) -> Gain:
-    """Layouts that train no faster than the plan's step cannot shorten it, so only the others are tried."""
-    training = [column for column in training_columns(problem) if column.step_s < before_s * (1 - NEGLIGIBLE)]
+    """Only steps that are shorter are asked for, which is quick to refute; a layout that trains no faster has none."""
+    below_s = before_s * (1 - NEGLIGIBLE)
+    training = [column for column in training_columns(problem) if column.step_s < below_s]
     if not training:
         return Gain(0.0)
-    rollout = rollout_columns(problem)
-    bound_s = relaxed_step_s(problem, training, rollout)
-    if bound_s >= before_s * (1 - NEGLIGIBLE):
-        return Gain(0.0)
     try:
-        found = solve_fastest(problem, training, rollout, Wish(), time_limit_s=time_limit_s, gap=ROUGH)
+        found = solve_fastest(
+            problem, training, rollout_columns(problem), Wish(below_s=below_s), time_limit_s=time_limit_s, gap=ROUGH
+        )
     except Infeasible:
         return Gain(0.0)
-    except UserError:  # none found in time
-        return Gain(before_s / bound_s - 1, at_most=True)
-    bound_s = max(bound_s, found.bound)
-    if found.objective <= bound_s * (1 + 2 * ROUGH):
-        return Gain(max(0.0, before_s / found.objective - 1))
-    return Gain(max(0.0, before_s / bound_s - 1), at_most=True)
+    if found.objective <= found.bound * (1 + 2 * ROUGH):
+        return Gain(before_s / found.objective - 1)
+    return Gain(before_s / found.bound - 1, at_most=True)

@@ -19,13 +19,14 @@ class Wish:
 
     Where `all_is_free`, generation time stands in for the price, and then the number of devices that train. With
     `headroom_usd_per_h` each second by which a step would take longer at the upper end of what its answers are counts
-    as so much.
+    as so much. Steps that are not below `below_s` are of no interest.
     """
 
     budget_usd_per_h: float | None = None
     target_step_s: float | None = None
     all_is_free: bool = False
     headroom_usd_per_h: float = 0.0
+    below_s: float | None = None
 
 
 class Program:
@@ -54,7 +55,10 @@ class Program:
             self.program.add_variable(f"y{i}", 0, problem.capacity[c.device_type, c.tensor], cat=pulp.LpInteger)
             for i, c in enumerate(rollout)
         ]
-        self.step, self.generation = self.program.add_variable("T", 0), self.program.add_variable("tau", 0)
+        self.step, self.generation = (
+            self.program.add_variable("T", 0, wish.below_s),
+            self.program.add_variable("tau", 0),
+        )
         self.rate = self.program.add_variable("H", min(c.tokens_per_s for c in rollout))
         self.pause, self.transfer = self.program.add_variable("S", 0), self.program.add_variable("X", 0)
         self.train_pause = self.program.add_variable("P", 0) if problem.sync_mode == "storage" else self.pause

@@ -433,15 +433,20 @@ def with_simulated_step(plan: ClusterPlan) -> ClusterPlan:
     and replicas that the gate keeps half empty are faster than full ones: by up to 6 % in benchmarks/README.md the two
     differ, where few prompts a step or little staleness leave no slack.
     """
-    steps, warm_up = shown_steps(plan.demand)
-    if steps < SHOWN_STEPS[0] and warm_up <= plan.demand.max_staleness:
+    shown = shown_steps(plan.demand)
+    if shown is None:
         return plan
+    steps, warm_up = shown
     return plan.model_copy(update={"simulated_step_s": simulate(plan, steps=steps, warm_up=warm_up).step_s})
 
 
-def shown_steps(demand: DemandPlan) -> tuple[int, int]:
-    """Steps of the simulation whose step time is shown, more where they are small, and how many are warm-up."""
+def shown_steps(demand: DemandPlan) -> tuple[int, int] | None:
+    """Steps of the simulation whose step time is shown, more where they are small, and how many are warm-up.
+
+    None where the answers that it may have are too few steps.
+    """
     answers = demand.prompts_per_step * demand.group_size
     least, most = SHOWN_STEPS
     steps = min(max(least, min(most, SHOWN_ANSWERS[0] // answers)), SHOWN_ANSWERS[1] // answers)
-    return steps, steps // 3
+    warm_up = steps // 3
+    return None if steps < least and warm_up <= demand.max_staleness else (steps, warm_up)

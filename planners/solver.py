@@ -23,14 +23,13 @@ class Infeasible(Exception):
     """The program has no solution."""
 
 
-def minimise(problem: Any, time_limit_s: float = 60.0, gap: float = 1e-4, *, relaxed: bool = False) -> Solution:
+def minimise(problem: Any, time_limit_s: float = 60.0, gap: float = 1e-4) -> Solution:
     """Solve a PuLP minimisation in place.
 
     Args:
         problem: the `pulp.LpProblem`.
         time_limit_s: after this the best incumbent is taken.
         gap: relative gap at which to stop.
-        relaxed: let integers be fractions, for a quick bound.
 
     Raises:
         Infeasible: proven to have no solution.
@@ -39,13 +38,13 @@ def minimise(problem: Any, time_limit_s: float = 60.0, gap: float = 1e-4, *, rel
     import pulp
 
     if pulp.HiGHS(msg=False).available():
-        return _highs(problem, time_limit_s, gap, relaxed)
+        return _highs(problem, time_limit_s, gap)
     if pulp.PULP_CBC_CMD(msg=False).available():
-        return _cbc(problem, time_limit_s, gap, relaxed)
+        return _cbc(problem, time_limit_s, gap)
     raise UserError("No MILP solver is installed: pip install highspy.")
 
 
-def _highs(problem: Any, time_limit_s: float, gap: float, relaxed: bool = False) -> Solution:
+def _highs(problem: Any, time_limit_s: float, gap: float) -> Solution:
     import highspy
     import pulp
 
@@ -58,7 +57,6 @@ def _highs(problem: Any, time_limit_s: float, gap: float, relaxed: bool = False)
             lp.solverModel.setOptionValue("threads", 1)
             lp.solverModel.setOptionValue("time_limit", float(time_limit_s))
             lp.solverModel.setOptionValue("mip_rel_gap", gap)
-            lp.solverModel.setOptionValue("solve_relaxation", relaxed)
 
     problem.solve(QuietHighs(msg=False))
     model = problem.solverModel
@@ -70,16 +68,16 @@ def _highs(problem: Any, time_limit_s: float, gap: float, relaxed: bool = False)
     info = model.getInfo()
     if info.primal_solution_status != highspy.SolutionStatus.kSolutionStatusFeasible:
         raise UserError(_no_solution(time_limit_s))
-    is_mip = not relaxed and any(variable.cat == pulp.LpInteger for variable in problem.variables())
+    is_mip = any(variable.cat == pulp.LpInteger for variable in problem.variables())
     objective = float(info.objective_function_value)
     return Solution(objective, float(info.mip_dual_bound) if is_mip else objective)
 
 
-def _cbc(problem: Any, time_limit_s: float, gap: float, relaxed: bool = False) -> Solution:
+def _cbc(problem: Any, time_limit_s: float, gap: float) -> Solution:
     import pulp
 
     began = time.monotonic()
-    problem.solve(pulp.PULP_CBC_CMD(msg=False, timeLimit=time_limit_s, gapRel=gap, mip=not relaxed))
+    problem.solve(pulp.PULP_CBC_CMD(msg=False, timeLimit=time_limit_s, gapRel=gap))
     in_time = time.monotonic() - began < time_limit_s
     if problem.sol_status == pulp.LpSolutionInfeasible and in_time:
         raise Infeasible

@@ -15,7 +15,7 @@ from planners.make import make_plan
 from planners.model import Model, read_model
 from planners.next_device import MOST_DEVICES, memory_remedy, next_device_gains, what_if_gain
 from planners.profile import DeviceProfile
-from planners.simulator import with_simulated_step
+from planners.simulator import shown_steps, with_simulated_step
 from planners.topology import Topology, read_cluster
 from tasks.experiment import Experiment
 from tasks.models import prepare_model
@@ -39,7 +39,8 @@ class ClusterStudy:
         """Why this split; for a given cluster also what one more device of each type would bring."""
         budget = self.wishes.get("budget_usd_per_h")
         what = (self.topology, self.model, self.demand)
-        if self.plan.mode != "joint" or budget or self.wishes.get("target_tokens_per_s"):
+        large = shown_steps(self.plan.demand) is None  # then each question takes as long as the plan itself
+        if self.plan.mode != "joint" or budget or self.wishes.get("target_tokens_per_s") or large:
             return explain(self.plan, budget_usd_per_h=budget)
         how = {key: self.wishes[key] for key in ("what_if", "training_wish") if key in self.wishes}
         idle = any(m.training + m.rollout < m.devices for m in self.plan.machines)
