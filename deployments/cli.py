@@ -399,9 +399,9 @@ def _leave(state: dict[str, Any], console: "Console") -> None:
 _MEASURING = "Measuring the devices, unless that was done before: up to 4 minutes."
 _FLOW_ERROR = "Flow run encountered an exception: "
 _DISK_ERRORS = {
-    errno.ENOSPC: "the disk is full: free some space",
-    errno.EROFS: "it is on a read-only disk: set HEXFLOW_HOME and HEXFLOW_RUNS to directories that can be written",
-    errno.EACCES: "permission is denied: set HEXFLOW_HOME and HEXFLOW_RUNS to directories that can be written",
+    errno.ENOSPC: "written, the disk is full: free some space",
+    errno.EROFS: "written, its disk is read-only: set HEXFLOW_HOME and HEXFLOW_RUNS to directories that can be written",
+    errno.EACCES: "used, permission is denied: mend that, or name another place (HEXFLOW_HOME, HEXFLOW_RUNS)",
 }
 
 
@@ -420,7 +420,7 @@ def main() -> None:
     except OSError as error:
         if error.errno not in _DISK_ERRORS:
             raise
-        sys.exit(_complain(f"{error.filename or 'A file'} cannot be written, {_DISK_ERRORS[error.errno]}."))
+        sys.exit(_complain(f"{error.filename or 'A file'} cannot be {_DISK_ERRORS[error.errno]}."))
 
 
 def _complain(message: str) -> int:

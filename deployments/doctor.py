@@ -179,10 +179,10 @@ def check_storage(name: str, directory: Path) -> Finding:
 
 def fault_of_place(directory: Path) -> str | None:
     """Why a directory, which need not exist yet, cannot hold what is written by the storage contract; None: it can."""
-    existing = _existing(directory)
-    if not existing.is_dir():
-        return f"{existing} is a file" if existing.is_file() else f"{existing} is no directory"
     try:
+        existing = _existing(directory)
+        if not existing.is_dir():
+            return f"{existing} is no directory"
         _try_contract(existing)
     except OSError as error:
         return error.strerror or str(error)
@@ -406,7 +406,7 @@ def check_stack(settings: Settings, versions: Mapping[str, str]) -> list[Finding
 
     try:
         state = servers.load_state(settings)
-    except UserError as error:
+    except (UserError, PermissionError) as error:
         return [Finding("stack", Verdict.FAIL, "its state file cannot be read", str(error))]
     remembered = state.members if state else {}
     alive = state.alive() if state else {}

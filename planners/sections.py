@@ -50,12 +50,12 @@ def read_tree(path: Path, what: str) -> dict[str, Any]:
     Raises:
         UserError: the file is missing (a shipped one is named), unreadable, not YAML, empty, or not made of keys.
     """
-    if path.is_dir():
-        raise UserError(f"{path} is a directory: name one {what} file in it.")
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise UserError(f"There is no {what} file {path}{_hint(path, what)}") from None
+    except IsADirectoryError:
+        raise UserError(f"{path} is a directory: name one {what} file in it.") from None
     except UnicodeDecodeError:
         raise UserError(f"The {what} file {path} cannot be read: it is no text in UTF-8.") from None
     except OSError as error:

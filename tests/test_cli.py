@@ -1,5 +1,6 @@
 """The command line: bad input, live progress, exit status."""
 
+import errno
 import io
 import os
 import subprocess
@@ -336,7 +337,7 @@ def test_a_run_lost_from_sight_was_started_all_the_same(
         (["resume", "none-1"], "no run none-1"),
         (["resume", "broken-1"], "the experiment of the run, cannot be read"),
         (["resume", "lost-1"], "The ledger does not know run lost-1"),
-        (["plan", "good.yaml", "data.task=chain_sums"], "did you mean 'chain_sum'"),
+        (["plan", "good.yaml", "data.task=chain_sums", "--cluster", LAPTOP], "did you mean 'chain_sum'"),
         (["plan", "good.yaml", "--cluster", ""], "--cluster names no file"),
         (["plan", "good.yaml", "--cluster", LAPTOP, "--json", "."], "is a directory: name a file"),
         (["plan", "good.yaml", "--cluster", LAPTOP, "--json", "/proc/none/plan.json"], "cannot be written"),
@@ -394,6 +395,21 @@ def test_a_named_server_needs_a_scheme() -> None:
     state = StackState(prefect_url="localhost:4200/api", mlflow_url="", identity={})
     with pytest.raises(UserError, match="PREFECT_API_URL is localhost:4200/api: write http://"):
         stack._require_named_servers(state, own=["mlflow"])
+
+
+def test_a_place_without_permission_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Root may do everything, so the refusal is made up."""
+
+    def refuse() -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", "/secret")
+
+    monkeypatch.setattr(cli, "app", refuse)
+    with pytest.raises(SystemExit) as left:
+        cli.main()
+    assert left.value.code == 2
+    assert capsys.readouterr().err.startswith("hexflow: /secret cannot be used, permission is denied: mend that")
 
 
 def started(*_: object) -> Stack:

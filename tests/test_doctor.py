@@ -112,7 +112,7 @@ def test_storage_that_cannot_be_written_fails() -> None:
 def test_a_place_that_is_a_file_fails(tmp_path: Path) -> None:
     (tmp_path / "home").write_text("")
     for place in (tmp_path / "home", tmp_path / "home" / "inner"):
-        fails(doctor.check_storage("state", place), f"{tmp_path / 'home'} is a file", "HEXFLOW_HOME")
+        fails(doctor.check_storage("state", place), f"{tmp_path / 'home'} is no directory", "HEXFLOW_HOME")
 
 
 def test_little_space_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
