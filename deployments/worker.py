@@ -6,6 +6,7 @@ Run as `python -m deployments.worker POOL QUEUE`.
 import asyncio
 import json
 import os
+import signal
 import sys
 import time
 
@@ -53,11 +54,13 @@ def worker_name(pool: str, queue: str) -> str:
 
 
 async def serve(pool: str, queue: str) -> None:
-    """Poll the queue until a signal; flow runs in progress are ended on SIGTERM."""
-    from prefect.utilities.processutils import setup_signal_handlers_worker
+    """Poll the queue until SIGTERM, which ends flow runs in progress as well."""
     from prefect.workers.process import ProcessWorker
 
-    setup_signal_handlers_worker(os.getpid(), f"the worker of {pool}", print)
+    serving = asyncio.current_task()
+    assert serving is not None
+    # Prefect's own handler turns SIGTERM into Ctrl-C, which a process that a script started in the background ignores.
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, serving.cancel)
     worker = ProcessWorker(
         name=worker_name(pool, queue),
         work_pool_name=pool,

@@ -23,7 +23,7 @@ from deployments.versions import differences, local_versions
 from deployments.worker import wait_for_setup
 from planners.errors import UserError
 from tasks.discovery import discover_machine
-from tasks.processes import ProcessGroup, end_sessions
+from tasks.processes import ProcessGroup, end_sessions, tail
 from tasks.settings import Settings
 
 SLEEPER = [sys.executable, "-c", "import time; time.sleep(600)"]
@@ -285,6 +285,8 @@ def test_a_real_stack_starts_heals_and_ends(stack_settings: Settings) -> None:
     assert len(processes) >= len(healed.members)
     assert hexflow("down").returncode == 0
     assert not [process for process in processes if runs(process)]
+    for name in ("worker-control", "worker-fast"):  # the other one may have been starting still
+        assert tail(healed.members[name].log, 1).endswith("stopped."), f"{name} did not hear SIGTERM and was killed"
     assert hexflow("status").returncode == 1
 
 
@@ -298,7 +300,13 @@ def runs(process: psutil.Process) -> bool:
 
 def hexflow(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "deployments.cli", *arguments], capture_output=True, text=True, timeout=240, check=False
+        [sys.executable, "-m", "deployments.cli", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+        # As a script starts what it puts into the background; all processes of the stack inherit it.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),
     )
 
 
