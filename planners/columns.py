@@ -10,8 +10,8 @@ machine that generate form one process, so processes fit exactly if for every k 
 are machines with k cores free.
 
 What runs today, and so all there is unless what-if opens the rest: one trainer on devices of one machine and type, a
-rank per GPU or one process on cores, no more ranks than a minibatch has micro-batches; replicas on one GPU, or one
-process on cores; and each replica leases whole groups, as many as fit.
+rank per GPU or one process on cores; replicas on one GPU, or one process on cores; and each replica leases whole
+groups, as many as fit. Never are there more ranks than a minibatch has answers.
 """
 
 from collections import Counter
@@ -151,7 +151,7 @@ class Problem:
         self.profiles = profiles or {}
         self.training_wish = training_wish or TrainingWish()
         self.serving = ServingCost(model, demand, profiles, full_context=not what_if)
-        self.training = TrainingCost(model, demand, topology.types, profiles, whole_groups=not what_if)
+        self.training = TrainingCost(model, demand, topology.types, profiles)
         self.capacity: Counter[tuple[str, int]] = Counter()
         self.machine_counts: Counter[tuple[str, int]] = Counter()
         for node in topology.nodes:
@@ -266,8 +266,8 @@ def _no_such_trainer(problem: Problem) -> str:
             f"{problem.topology.name} that are at most {largest} ({', '.join(kinds)})."
         )
     return (
-        f"Nothing can train as {wish.words} asks: a minibatch has work for {most} GPUs, one for each micro-batch, "
-        "which is one group or as many as algorithm.tokens_per_micro_batch holds. Train on fewer, or lower that."
+        f"Nothing can train as {wish.words} asks: a minibatch has work for {most} GPUs, one for each answer. Train on "
+        "fewer, or lower algorithm.minibatches."
     )
 
 
@@ -408,7 +408,7 @@ def _smallest(problem: Problem) -> str:
     for name, device in CATALOGUE.items():
         if device.kind == "cpu":
             continue
-        cost = TrainingCost(problem.model, problem.demand, {name: device}, whole_groups=not problem.what_if)
+        cost = TrainingCost(problem.model, problem.demand, {name: device})
         for devices in range(1, 9):
             if cost.memory(TrainingLayout((Stage(name, devices, 1, 1),), 3))[0].fits:
                 options.append((devices * device.usd_per_h, devices, name))

@@ -7,10 +7,17 @@ Mixed precision as DeepSpeed keeps it, for P parameters in bf16 over d data-para
     gradients  2P  (stage 2: 2P/d; stage 3: the largest layer's, as they are reduced into the optimiser's share)
     optimiser  16P: float32 master weights, two moments and gradients (stages 1 to 3: 16P/d)
 
-In float32 the optimiser keeps only two moments, 8P. Activations are recomputed by layer: the input of each layer for
-every token of a micro-batch, one layer's working set, and the logits of a chunk of tokens.
+In float32 the optimiser keeps only two moments, 8P. Activations, for a micro-batch of T tokens:
+
+    layers     where micro-batches may be large, layers are recomputed: the input of each; else all that each keeps
+    one layer  its working set, twice what it keeps
+    logits     16 bytes for each of a chunk of tokens: float32 logits, log-probabilities, their product and gradient
+    mask       T² elements: what every query adds to its score of every key, once for all layers and heads
+
+Scores of queries and keys are not kept: of PyTorch's CUDA kernels that take a mask, only its last resort holds them.
 """
 
+import math
 from dataclasses import dataclass
 
 from planners.catalogue import DeviceType
@@ -18,7 +25,9 @@ from planners.demand import Demand
 from planners.model import Model
 
 USABLE_SHARE = 0.90  # of device memory: vLLM's default gpu_memory_utilization, and as much for training
+RECOMPUTE_TOKENS = 4096  # micro-batches that may be larger have their layers computed again for the gradient
 LOGIT_CHUNK_TOKENS = 1024
+LOGIT_BYTES = 16
 PREFILL_CHUNK_TOKENS = 8192  # vLLM's default max_num_batched_tokens
 WORKSPACE_BYTES = 1_500_000_000  # CUDA context, NCCL and cuBLAS buffers (assumed)
 CPU_KV_CACHE_BYTES = 1 << 30  # what a replica on cores asks vLLM for; answers that do not fit wait for their turn
@@ -58,7 +67,6 @@ def training_memory(
     layer_share: float,
     zero: int,
     micro_batches_in_flight: int = 1,
-    whole_groups: bool = False,
 ) -> Memory:
     """One training rank.
 
@@ -68,7 +76,6 @@ def training_memory(
         layer_share: share of the layers in this pipeline stage; 1 without a pipeline.
         zero: DeepSpeed ZeRO stage.
         micro_batches_in_flight: micro-batches whose activations a pipeline stage holds (1F1B).
-        whole_groups: whether micro-batches are of whole groups, as the trainer packs them today.
     """
     element = model.element_bytes
     parameters = model.parameters * layer_share / tensor_ranks
@@ -76,35 +83,42 @@ def training_memory(
     states = (16 if element == 2 else 8) * parameters
     weights = element * (parameters / data_ranks + layer if zero == 3 else parameters)
     gradients = element * (layer if zero == 3 else parameters / data_ranks if zero == 2 else parameters)
-    tokens = micro_batch_tokens(demand, data_ranks, whole_groups=whole_groups)
-    inputs = tokens * model.hidden * model.layers * layer_share * element * micro_batches_in_flight
+    tokens = micro_batch_tokens(demand, data_ranks)
     width = (
         4 * model.hidden + (3 * model.intermediate + 2 * (model.heads + model.kv_heads) * model.head_dim) / tensor_ranks
     )
-    working_set = 2 * tokens * width * element
-    logits = min(tokens, LOGIT_CHUNK_TOKENS) * model.vocabulary / tensor_ranks * 8
+    recomputed = recomputes(demand.micro_batch_tokens, demand.longest_tokens)
+    kept = tokens * (model.hidden if recomputed else width) * model.layers * layer_share * micro_batches_in_flight
+    working_set = 2 * tokens * width
+    logits = min(tokens, LOGIT_CHUNK_TOKENS) * model.vocabulary / tensor_ranks * LOGIT_BYTES
     return Memory(
         weights=weights,
         gradients=gradients,
         optimiser=states / data_ranks if zero >= 1 else states,
-        activations=inputs + working_set + logits,
+        activations=(kept + working_set + tokens**2) * element + logits,
         kv=0.0,
         workspace=workspace_bytes(device),
         available=device.memory_bytes * USABLE_SHARE,
     )
 
 
-def micro_batch_tokens(demand: Demand, data_ranks: int, *, whole_groups: bool = False) -> float:
-    """Tokens of the largest micro-batch: the budget, at least one longest sequence, at most a rank's whole share.
+def recomputes(micro_batch_tokens: int, longest_tokens: int) -> bool:
+    """Whether layers are computed again for the gradient, so that a micro-batch's activations are small.
 
-    Whole groups are packed before they are dealt to ranks: at least the largest group, at most the minibatch.
+    One answer for a whole run: ranks gather weights together, so all must recompute or none.
+
+    Args:
+        micro_batch_tokens: the budget.
+        longest_tokens: longest prompt plus answer, which is a micro-batch of its own where it is above the budget.
     """
-    if whole_groups:
-        minibatch = demand.minibatch_groups[0] * demand.group_tokens
-        return max(demand.largest_group_tokens, min(float(demand.micro_batch_tokens), minibatch))
+    return max(micro_batch_tokens, longest_tokens) > RECOMPUTE_TOKENS
+
+
+def micro_batch_tokens(demand: Demand, data_ranks: int) -> float:
+    """Tokens of the largest micro-batch: the budget, at least one longest sequence, at most a rank's whole share."""
     longest = min(float(demand.longest_tokens), demand.prompt.longest + demand.response.longest)
-    sequences = demand.answers_per_step / demand.minibatches / data_ranks
-    share = sequences * (demand.response.mean + demand.prompt.mean / demand.group_size)
+    prompts = math.ceil(demand.minibatch_groups[0] / data_ranks) * demand.prompt.mean
+    share = prompts + demand.largest_minibatch_tokens / data_ranks
     return max(longest, min(float(demand.micro_batch_tokens), share))
 
 

@@ -2,8 +2,9 @@
 
 For a step of N = B·G answers, in u minibatches (optimiser updates):
 
-    work      5 forward passes: prox log-probabilities 1, forward 1, backward 2, recomputation 1; head on answers only
-    compute   work / Σ(devices · peak · training share), times the imbalance of packing N/u answers onto d ranks
+    work      forward passes: forward 1, backward 2, recomputation 1 where micro-batches may be large, prox
+              log-probabilities 1 where u > 1; head on answers only
+    compute   work / Σ(devices · peak · training share), times the imbalance of dealing N/u answers to d ranks
     tensor    8 all-reduces of a layer's activations per layer
     gradients u · (reduce-scatter + all-gather of the weights), hierarchical across machines; stage 3 gathers the
               weights again in every micro-batch of every pass
@@ -11,28 +12,28 @@ For a step of N = B·G answers, in u minibatches (optimiser updates):
     pipeline  the slowest stage · (1 + (stages − 1)/micro-batches), 1F1B, plus activations over the link
 
 Cores train as one rank with a thread per core, at as many times the rate of one. A device type with a measured profile
-trains at the measured rate times its devices. Both are optimistic: cores share memory bandwidth, and ranks exchange
-gradients.
+trains at the measured rate times its devices, over the imbalance. Both are optimistic: cores share memory bandwidth,
+and ranks exchange gradients.
 
-Today's trainer packs whole groups, here all of the mean size, into micro-batches and deals these to ranks: d ranks are
-as many times as fast as one only as far as micro-batches can be dealt evenly. That holds for measured types too.
+Attention is counted over the tokens that a token sees. The trainer's kernels also compute what its mask forbids, up to
+the size of a micro-batch: more than is counted here where that holds many answers.
 
 Layers go to stages in proportion to their compute. The terms are added, as in HexGen (arXiv 2311.11514).
 """
 
 import heapq
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from planners import operators
 from planners.catalogue import DeviceType
 from planners.demand import Demand
-from planners.memory import Memory, micro_batch_tokens, training_memory
+from planners.memory import Memory, recomputes, training_memory
 from planners.model import Model
 from planners.profile import DeviceProfile
 
-PASSES = 5
 OPTIMISER_BYTES = 28
 
 
@@ -87,14 +88,11 @@ class TrainingCost:
         demand: Demand,
         types: Mapping[str, DeviceType],
         profiles: Mapping[str, DeviceProfile] | None = None,
-        *,
-        whole_groups: bool = False,
     ) -> None:
         self.model = model
         self.demand = demand
         self.types = types
         self.profiles = profiles or {}
-        self.whole_groups = whole_groups
         answers, response, prompt = demand.answers_per_step, demand.response, demand.prompt
         self._tokens = demand.prompts_per_step * prompt.mean + answers * response.mean
         squared = response.moment(2) + 2 * prompt.mean * response.mean + prompt.moment(2) / demand.group_size
@@ -113,7 +111,7 @@ class TrainingCost:
         if len(stages) == 1 and stages[0].device_type in self.profiles:
             profile = self.profiles[stages[0].device_type]
             even_s = demand.tokens_per_step / (profile.training_tokens_per_s * stages[0].devices)
-            return even_s * self.imbalance(stages[0].data) if self.whole_groups else even_s
+            return even_s * self.imbalance(stages[0].data)
         shares = self.layer_shares(stages)
         slowest_s = max(
             self._stage_s(stage, layout.zero, share, last=i == len(stages) - 1, link=links[i])
@@ -131,19 +129,21 @@ class TrainingCost:
         return [c / sum(compute) for c in compute]
 
     @property
+    def passes(self) -> int:
+        """Forward passes that a step's work is worth."""
+        recomputed = recomputes(self.demand.micro_batch_tokens, self.demand.longest_tokens)
+        return 3 + (1 if recomputed else 0) + (1 if self.demand.minibatches > 1 else 0)
+
+    @property
     def most_ranks(self) -> int:
-        """Ranks that a minibatch has work for: one per micro-batch of whole groups, else one per answer."""
-        demand = self.demand
-        if self.whole_groups:
-            return math.ceil(demand.minibatch_groups[0] / demand.groups_together)
-        return max(1, demand.answers_per_step // demand.minibatches)
+        """Ranks that a minibatch has work for: one per answer."""
+        return self.demand.minibatch_groups[0] * self.demand.group_size
 
     def micro_batches(self, data_ranks: int) -> float:
-        """Micro-batches of one rank in one minibatch."""
-        if self.whole_groups:
-            return float(math.ceil(self.most_ranks / data_ranks))
-        per_rank = self._tokens / self.demand.minibatches / data_ranks
-        return max(1.0, per_rank / micro_batch_tokens(self.demand, data_ranks))
+        """Micro-batches of one rank in one minibatch: full ones, but none has less than an answer."""
+        share = self.demand.minibatches * data_ranks
+        full = self._tokens / share / self.demand.micro_batch_tokens
+        return max(1.0, min(full, self.demand.answers_per_step / share))
 
     def memory(self, layout: TrainingLayout) -> list[Memory]:
         """Memory of one device of each stage."""
@@ -158,35 +158,35 @@ class TrainingCost:
                 layer_share=share,
                 zero=layout.zero,
                 micro_batches_in_flight=depth - i,
-                whole_groups=self.whole_groups,
             )
             for i, (stage, share) in enumerate(zip(layout.stages, self.layer_shares(layout.stages), strict=True))
         ]
 
     def imbalance(self, data_ranks: int) -> float:
-        """Largest over mean work of the ranks when a minibatch is packed greedily, longest answers first."""
-        if self.whole_groups:
-            return self._imbalance_of_groups(data_ranks)
+        """Largest over mean work of the ranks when a minibatch's answers are dealt to them, longest first.
+
+        Groups stay together where they can: of g prompts a rank computes ⌈g/d⌉.
+        """
         if data_ranks not in self._imbalances:
-            count = max(1, self.demand.answers_per_step // self.demand.minibatches)
-            points, prompt = self.demand.response.points, self.demand.prompt.mean
-            linear = self.model.layer_flops_per_token + self.model.head_flops_per_token
-            loads = [0.0] * data_ranks
-            for i in reversed(range(count)):
-                length = points[int((i + 0.5) * len(points) / count)]
-                squared = length * (length + 2 * prompt)
-                cost = linear * length + self.model.attention_flops(squared)
-                heapq.heapreplace(loads, loads[0] + cost)
-            self._imbalances[data_ranks] = max(loads) * data_ranks / sum(loads)
+            prompt = self.model.layer_flops_per_token * self.demand.prompt.mean
+            busiest = total = 0.0
+            for groups, times in Counter(self.demand.minibatch_groups).items():
+                loads = self._dealt(groups * self.demand.group_size, data_ranks)
+                busiest += times * (max(loads) + prompt * math.ceil(groups / data_ranks))
+                total += times * (sum(loads) + prompt * groups)
+            self._imbalances[data_ranks] = busiest * data_ranks / total
         return self._imbalances[data_ranks]
 
-    def _imbalance_of_groups(self, data_ranks: int) -> float:
-        """The same when whole groups are packed into full micro-batches and one rest, and these dealt to the ranks."""
-        together, busiest = self.demand.groups_together, 0
-        for groups in self.demand.minibatch_groups:
-            full, rest = divmod(groups, together)
-            busiest += max(math.ceil(full / data_ranks) * together, full // data_ranks * together + rest)
-        return data_ranks * busiest / self.demand.prompts_per_step
+    def _dealt(self, answers: int, data_ranks: int) -> list[float]:
+        """FLOPs of each rank's answers, prompts not included."""
+        points, prompt = self.demand.response.points, self.demand.prompt.mean
+        linear = self.model.layer_flops_per_token + self.model.head_flops_per_token
+        loads = [0.0] * data_ranks
+        for i in reversed(range(answers)):
+            length = points[int((i + 0.5) * len(points) / answers)]
+            squared = length * (length + 2 * prompt)
+            heapq.heapreplace(loads, loads[0] + linear * length + self.model.attention_flops(squared))
+        return loads
 
     def _speed(self, stage: Stage) -> float:
         device = self.types[stage.device_type]
@@ -194,7 +194,7 @@ class TrainingCost:
 
     def _stage_s(self, stage: Stage, zero: int, share: float, *, last: bool, link: float) -> float:
         device, model = self.types[stage.device_type], self.model
-        flops = PASSES * (self._layer_flops * share + (self._head_flops if last else 0.0))
+        flops = self.passes * (self._layer_flops * share + (self._head_flops if last else 0.0))
         compute_s = flops / (stage.devices * self._speed(stage)) * self.imbalance(stage.data)
         messages = 8 * model.layers * share * self.micro_batches(stage.data) * self.demand.minibatches
         activations = self._tokens / stage.data * model.hidden * model.element_bytes * 8 * model.layers * share

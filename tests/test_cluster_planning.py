@@ -23,7 +23,7 @@ def shipped(size: str, *overrides: str) -> Experiment:
 
 @pytest.mark.parametrize("size", ["1.5b", "7b", "14b"])
 def test_shipped_experiments_fit_every_shipped_cluster_of_gpus(size: str) -> None:
-    """With whole groups in a micro-batch, the ZeRO stage they name, and a cache for their longest context."""
+    """With the longest answer in a micro-batch, the ZeRO stage they name, and a cache for their longest context."""
     experiment = shipped(size)
     model, demand = read_model(Path(experiment.model.source)), demand_for(experiment)
     for file in sorted(CLUSTERS.glob("*.yaml")):

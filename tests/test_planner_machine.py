@@ -73,21 +73,20 @@ def cut(minibatches: int = 1, micro_batch_tokens: int = 1) -> Packing:
 
 
 def busiest_share(workload: Workload, packing: Packing, ranks: int) -> float:
-    """Of a step's groups, the share that is on the busiest rank of each minibatch: packed and dealt one by one."""
-    size = workload.max_prompt_tokens + workload.group_size * workload.max_new_tokens
-    waits = 0
+    """Of a step's FLOPs, the share that is on the busiest rank of each minibatch: answers are dealt one by one."""
+    length, prompt = workload.max_new_tokens, workload.max_prompt_tokens
+    attention = TINY.attention_flops(length * (length + 2 * prompt))
+    answer = (TINY.layer_flops_per_token + TINY.head_flops_per_token) * length + attention
+    waits = total = 0.0
     for k in range(packing["minibatches"]):
-        bins: list[int] = []
-        for _ in range(workload.prompts_per_step)[k :: packing["minibatches"]]:
-            if bins and (bins[-1] + 1) * size <= packing["micro_batch_tokens"]:
-                bins[-1] += 1
-            else:
-                bins.append(1)
+        groups = len(range(workload.prompts_per_step)[k :: packing["minibatches"]])
         loads = [0] * ranks
-        for groups in bins:
-            loads[loads.index(min(loads))] += groups
-        waits += max(loads)
-    return waits / workload.prompts_per_step
+        for _ in range(groups * workload.group_size):
+            loads[loads.index(min(loads))] += 1
+        prompts = TINY.layer_flops_per_token * prompt
+        waits += max(loads) * answer + -(-groups // ranks) * prompts
+        total += sum(loads) * answer + groups * prompts
+    return waits / total
 
 
 def best_step_s(counts: Counts, profiles: Profiles, workload: Workload, packing: Packing) -> float:
@@ -393,17 +392,14 @@ def test_wishes_are_kept() -> None:
     assert (gpus.training.zero, placements(gpus).training.ranks) == (2, 2)
 
 
-@pytest.mark.parametrize(("micro_batch_tokens", "devices"), [(1024, 4), (1152, 4), (1728, 3), (2304, 2), (8192, 1)])
-def test_no_gpu_trains_that_gets_no_micro_batch(micro_batch_tokens: int, devices: int) -> None:
-    """8 groups of 576 tokens are 8, 4, 3, 2 or 1 micro-batches; 7 GPUs deal 8 of them no better than 4."""
+@pytest.mark.parametrize(("prompts", "group_size", "devices"), [(8, 8, 7), (1, 4, 4), (1, 6, 6)])
+def test_no_gpu_trains_that_gets_no_answer(prompts: int, group_size: int, devices: int) -> None:
     profiles = {"gpu": profile_of("gpu", {64: 1e6}, 100.0)}
-    workload = Workload(max_new_tokens=64)
-    plan = plan_machine(
-        machine_of({("gpu", "cuda"): 8}), profiles, TINY, workload, micro_batch_tokens=micro_batch_tokens
-    )
-    busiest = {4: 2, 3: 3, 2: 4, 1: 8}[devices]
+    workload = Workload(prompts_per_step=prompts, group_size=group_size, max_new_tokens=64)
+    plan = plan_machine(machine_of({("gpu", "cuda"): 8}), profiles, TINY, workload)
     assert len(placements(plan).training.devices) == devices
-    assert plan.train_s == pytest.approx(busiest * 8 * 64 / 100)
+    step_s = prompts * group_size * 64 / 100
+    assert plan.train_s == pytest.approx(step_s * busiest_share(workload, cut(), devices))
 
 
 def test_a_concurrency_that_is_set_is_planned_with() -> None:
@@ -419,10 +415,11 @@ def test_a_concurrency_that_is_set_is_planned_with() -> None:
 def test_a_checkpoint_is_continued_by_as_many_ranks_as_wrote_it() -> None:
     """Even where one of them has no work. Cores form one rank, however many they are."""
     gpus = {"gpu": profile_of("gpu", {64: 1e6}, 100.0)}
-    for packing, busiest in ((cut(), 1 / 2), (cut(micro_batch_tokens=8192), 1)):
-        plan = plan_machine(machine_of({("gpu", "cuda"): 4}), gpus, TINY, Workload(), train_ranks=2, **packing)
-        assert placements(plan).training.ranks == 2
-        assert plan.train_s == pytest.approx(5.12 * busiest)
+    for workload, ranks in ((Workload(), 2), (Workload(prompts_per_step=1, group_size=2), 3)):
+        plan = plan_machine(machine_of({("gpu", "cuda"): 4}), gpus, TINY, workload, train_ranks=ranks)
+        assert placements(plan).training.ranks == ranks
+        even_s = workload.prompts_per_step * workload.group_size * workload.max_new_tokens / 100
+        assert plan.train_s == pytest.approx(even_s * busiest_share(workload, cut(), ranks))
     with pytest.raises(UserError, match=r"as a checkpoint of 5 ranks asks: .* on host that are at most 4"):
         plan_machine(machine_of({("gpu", "cuda"): 4}), gpus, TINY, Workload(), train_ranks=5, **cut())
     assert placements(laptop(cores=4, train_ranks=1)).training.devices == (1, 3)
@@ -449,13 +446,13 @@ def test_what_a_person_gets_wrong_is_said(counts: Counts, wishes: dict, message:
         plan_machine(machine_of(counts), {"cpu": profile_of("cpu", {8: 1.0}, 1.0)}, TINY, Workload(), **wishes)
 
 
-def test_more_training_gpus_than_groups_are_refused() -> None:
+def test_more_training_gpus_than_answers_are_refused() -> None:
     profiles = {"gpu": profile_of("gpu", {2: 10.0}, 1.0)}
     machine = machine_of({("gpu", "cuda"): 4})
     assert check_devices(machine, train_devices=3) == machine
-    workload = Workload(prompts_per_step=2)
+    workload = Workload(prompts_per_step=1, group_size=2)
     with pytest.raises(UserError, match=r"as planner.train_devices 3 asks: a minibatch has work for 2 GPUs"):
-        plan_machine(machine, profiles, TINY, workload, train_devices=3, micro_batch_tokens=1)
+        plan_machine(machine, profiles, TINY, workload, train_devices=3)
 
 
 def test_a_model_that_does_not_fit_is_refused() -> None:

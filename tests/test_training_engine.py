@@ -1,6 +1,8 @@
 """A training step equals plain PyTorch on the whole batch, and the engine learns."""
 
 import math
+from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,10 +10,10 @@ import torch
 from tasks.exchange.trajectories import Group, Outcome, Segment, Trajectory
 from tasks.experiment import AlgorithmSection
 from tasks.training.engine import Engine, lr_factor
-from tasks.training.losses import permute_advantages, with_advantages
-from tasks.training.packing import TrainingGroup, lay_out
-from tasks.training.policy import Policy
-from tests.training_support import make_engine, one_rank, parameters_of, random_groups, tiny_model
+from tasks.training.losses import permute_advantages, policy_loss, with_advantages
+from tasks.training.packing import MicroBatch, TrainingGroup, hand_of, lay_out
+from tasks.training.policy import Policy, load_policy
+from tests.training_support import make_engine, one_rank, parameters_of, random_groups, save_tiny_model, tiny_model
 
 
 def algorithm(**values: object) -> AlgorithmSection:
@@ -58,9 +60,10 @@ def plain_steps(
 
 
 @pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("minibatches", [1, 3])
-def test_steps_equal_plain_pytorch(zero_stage: int, minibatches: int) -> None:
-    choices = algorithm(zero_stage=zero_stage, minibatches=minibatches)
+@pytest.mark.parametrize(("minibatches", "tokens_per_micro_batch"), [(1, 40), (3, 40), (3, 12)])
+def test_steps_equal_plain_pytorch(zero_stage: int, minibatches: int, tokens_per_micro_batch: int) -> None:
+    """Also where most groups are above the budget."""
+    choices = algorithm(zero_stage=zero_stage, minibatches=minibatches, tokens_per_micro_batch=tokens_per_micro_batch)
     batches = [with_advantages(random_groups(6, seed)) for seed in range(2)]
     expected, norms = plain_steps(choices, batches)
     engine = make_engine(choices)
@@ -72,6 +75,62 @@ def test_steps_equal_plain_pytorch(zero_stage: int, minibatches: int) -> None:
     assert results[0].metrics["grad_norm"] == pytest.approx(max(norms[:minibatches]), rel=1e-3)
     assert [result.updates for result in results] == [minibatches] * 2
     assert (results[0].metrics["ratio/max"] == 1) == (minibatches == 1)
+
+
+@pytest.mark.parametrize("minibatches", [1, 2])
+def test_a_split_group_trains_like_a_whole_one(minibatches: int) -> None:
+    """A budget of 1 leaves every answer alone with its prompt; losses, their metrics and the weights stay."""
+    groups = with_advantages(random_groups(6, seed=0, answers=16))
+    results, weights = [], []
+    for budget in (10_000, 30, 1):
+        engine = make_engine(algorithm(minibatches=minibatches, tokens_per_micro_batch=budget))
+        results.append(engine.train_step(groups, 0))
+        weights.append(parameters_of(engine))
+    for result, trained in zip(results[1:], weights[1:], strict=True):
+        assert result.metrics == pytest.approx(results[0].metrics, rel=1e-4, abs=1e-5)
+        for name, value in weights[0].items():
+            torch.testing.assert_close(trained[name], value, atol=1e-4, rtol=1e-5, msg=name)
+
+
+def test_ranks_that_share_groups_add_up_to_one() -> None:
+    """The loss and its gradient over all hands are those of the whole minibatch in one micro-batch."""
+    groups = with_advantages(random_groups(4, seed=0, answers=16))
+    policy = Policy(tiny_model(), 1.0)
+
+    def gradient(batches: Sequence[MicroBatch]) -> tuple[float, list[torch.Tensor]]:
+        policy.zero_grad()
+        total = 0.0
+        for batch in batches:
+            logprobs, entropy = policy(batch)
+            sums = policy_loss(logprobs, logprobs.detach(), entropy, batch, clip=0.2, weight_cap=2.0)
+            sums.loss.backward()
+            total += float(sums.loss.detach())
+        return total, [parameter.grad.clone() for parameter in policy.parameters() if parameter.grad is not None]
+
+    loss, whole = gradient([lay_out(groups)])
+    shared_loss, shared = gradient([batch for rank in range(3) for batch in hand_of(groups, 50, rank, 3)])
+    assert shared_loss == pytest.approx(loss, rel=1e-5, abs=1e-5)
+    for one, other in zip(whole, shared, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("zero_stage", [0, 2, 3])
+def test_recomputed_layers_train_like_kept_ones(zero_stage: int, tmp_path: Path) -> None:
+    groups = with_advantages(random_groups(4, seed=0))
+    save_tiny_model(tmp_path)
+    weights, forwards = [], []
+    for recompute in (False, True):
+        policy = load_policy(tmp_path, 1.0, 64, torch.float32, recompute=recompute)
+        calls: list[None] = []
+        policy.model.model.layers[0].mlp.register_forward_pre_hook(lambda *_, calls=calls: calls.append(None))
+        engine = Engine(policy, algorithm(zero_stage=zero_stage, minibatches=2), 10, one_rank(), torch.float32)
+        for step in range(2):
+            assert engine.train_step(groups, step).skipped == 0
+        weights.append(parameters_of(engine))
+        forwards.append(len(calls))
+    assert forwards[1] == forwards[0] * 3 / 2  # scored, trained, and trained again
+    for name, value in weights[0].items():
+        torch.testing.assert_close(weights[1][name], value, atol=1e-5, rtol=1e-5, msg=name)
 
 
 @pytest.mark.parametrize("zero_stage", [0, 2])

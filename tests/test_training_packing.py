@@ -1,4 +1,7 @@
-"""A packed sequence gives every answer exactly the context it has alone."""
+"""A packed sequence gives every answer exactly the context it has alone; ranks share answers evenly, once each."""
+
+from collections import Counter
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -18,7 +21,7 @@ from transformers import (
 
 from tasks.exchange.trajectories import Outcome, Segment, Trajectory
 from tasks.training import policy as policy_module
-from tasks.training.packing import TrainingGroup, deal, lay_out, pack
+from tasks.training.packing import TrainingGroup, deal, hand_of, lay_out, pack, split
 from tasks.training.policy import Policy
 
 VOCABULARY = 61
@@ -77,20 +80,72 @@ def test_what_a_token_attends_to_is_its_prompt_and_its_own_answer(groups: list[T
     assert batch.mask.sum() == sum(group.trained_tokens for group in groups)
 
 
-@given(st.lists(training_groups(), min_size=1, max_size=8), st.integers(1, 60), st.integers(1, 3))
-@settings(max_examples=60)
-def test_micro_batches_hold_every_group_once_within_the_budget(
-    groups: list[TrainingGroup], budget: int, ranks: int
+def answers_of(groups: Sequence[TrainingGroup]) -> Counter[tuple[object, ...]]:
+    """Every answer with its prompt and its advantage."""
+    return Counter(
+        (group.prompt_ids, answer, advantage)
+        for group in groups
+        for answer, advantage in zip(group.answers, group.advantages, strict=True)
+    )
+
+
+@given(st.lists(training_groups(), min_size=1, max_size=8), st.integers(1, 60), st.integers(1, 5))
+@settings(max_examples=100)
+def test_every_answer_is_packed_once_within_the_budget(groups: list[TrainingGroup], budget: int, ranks: int) -> None:
+    hands = deal(groups, ranks)
+    assert answers_of([part for hand in hands for part in hand]) == answers_of(groups)
+    batches = [hand_of(groups, budget, rank, ranks) for rank in range(ranks)]
+    assert len({len(hand) for hand in batches}) == 1
+    for hand, laid_out in zip(hands, batches, strict=True):
+        packed = pack(hand, budget)
+        assert answers_of([part for bin_ in packed for part in bin_]) == answers_of(hand)
+        for bin_ in packed:
+            tokens = sum(part.packed_tokens for part in bin_)
+            assert tokens <= budget or sum(len(part.answers) for part in bin_) == 1
+        for bin_, batch in zip(packed, laid_out, strict=False):
+            assert torch.equal(batch.targets, lay_out(bin_).targets)
+        assert not any(batch.mask.any() for batch in laid_out[len(packed) :])
+
+
+def group_of(prompt: int, *lengths: int) -> TrainingGroup:
+    """A group whose answers add so many tokens to a packed sequence."""
+    answers = tuple(
+        Trajectory((Segment((1,) * (n + 1), (-1.0,) * (n + 1), 0, "replica-0"),), Outcome.SCORED, 0.0) for n in lengths
+    )
+    return TrainingGroup((1,) * prompt, answers, (1.0,) * len(answers))
+
+
+@pytest.mark.parametrize(
+    ("budget", "parts"),
+    [
+        (70, [[30, 20, 10, 5]]),
+        (60, [[30, 5], [20, 10]]),  # even, where filling the first would give 55 and 10
+        (35, [[30], [20], [10, 5]]),
+        (10, [[30], [20], [10], [5]]),
+        (1, [[30], [20], [10], [5]]),
+    ],
+)
+def test_a_group_above_the_budget_is_cut_into_the_fewest_even_parts(budget: int, parts: list[list[int]]) -> None:
+    found = split(group_of(5, 30, 20, 10, 5), budget)
+    assert [part.answer_sizes for part in found] == parts
+    assert all(len(part.prompt_ids) == 5 for part in found)
+
+
+@pytest.mark.parametrize(
+    ("groups", "ranks", "loads"),
+    [
+        ([group_of(10, *[20] * 4)] * 4, 2, [180, 180]),  # whole groups are even
+        ([group_of(10, *[20] * 16)], 4, [90] * 4),  # one group for all
+        ([group_of(10, *[20] * 4)] * 3, 2, [140, 140]),
+        ([group_of(500, *[20] * 4)] * 3, 2, [1120, 1120]),
+        ([group_of(10, 20)] * 3, 2, [60, 30]),  # answers stay whole
+        ([group_of(10, 300, 20, 20)], 3, [50, 310, 0]),
+    ],
+)
+def test_groups_are_cut_where_that_makes_the_busiest_rank_end_earlier(
+    groups: list[TrainingGroup], ranks: int, loads: list[int]
 ) -> None:
-    packed = pack(groups, budget)
-    for micro_batch in packed:
-        alone = int(micro_batch.group_ids.max()) == 0
-        assert alone or len(micro_batch.input_ids) <= budget
-    assert sum(len(m.input_ids) for m in packed) == sum(g.packed_tokens for g in groups)
-    hands = deal(packed, ranks)
-    assert len({len(hand) for hand in hands}) == 1
-    dealt = [m for hand in hands for m in hand if m.mask.any()]
-    assert sorted(len(m.targets) for m in dealt) == sorted(len(m.targets) for m in packed if m.mask.any())
+    assert [sum(part.packed_tokens for part in hand) for hand in deal(groups, ranks)] == loads
 
 
 def models() -> list[PreTrainedModel]:
@@ -144,3 +199,18 @@ def test_log_probabilities_equal_each_answer_computed_alone(
     for packed, alone in zip(packed_gradients, alone_gradients, strict=True):
         torch.testing.assert_close(packed, alone, atol=1e-3, rtol=1e-3)
     assert not entropy.requires_grad
+
+
+def test_one_mask_serves_all_layers_as_it_is() -> None:
+    """In the dtype of the weights, with rows where the memory-efficient kernel wants them."""
+    seen = []
+    model = Qwen2ForCausalLM(Qwen2Config(**SIZES, attn_implementation="sdpa")).to(torch.bfloat16)
+    for layer in model.model.layers:
+        layer.register_forward_pre_hook(lambda _, args, kwargs: seen.append(kwargs["attention_mask"]), with_kwargs=True)
+    batch = lay_out(some_groups())
+    Policy(model, 1.0)(batch)
+    assert len({mask.data_ptr() for mask in seen}) == 1
+    assert seen[0].dtype == torch.bfloat16
+    assert seen[0].stride()[-2:] == (48, 1)
+    assert torch.equal(seen[0] == 0, batch.attention_mask())
+    assert torch.equal(seen[0].isinf(), ~batch.attention_mask())

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from planners.memory import recomputes
 from planners.workload import Workload
 from tasks.exchange.layout import RunDirectory
 from tasks.exchange.trajectories import Outcome, Segment, Trajectory
@@ -49,8 +50,10 @@ def measure_training(
     os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     ranks = join_ranks(_MEET_S, _WAIT_S)
     dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[experiment.model.dtype]
-    policy = load_policy(model_path, experiment.algorithm.temperature, experiment.model.max_context, dtype)
-    engine = Engine(policy.to(ranks.device), experiment.algorithm, experiment.run.steps, ranks, dtype)
+    algorithm, max_context = experiment.algorithm, experiment.model.max_context
+    recompute = recomputes(algorithm.tokens_per_micro_batch, max_context)
+    policy = load_policy(model_path, algorithm.temperature, max_context, dtype, recompute=recompute)
+    engine = Engine(policy.to(ranks.device), algorithm, experiment.run.steps, ranks, dtype)
     groups = made_up_groups(prompts, experiment.workload, answer_tokens)
     engine.train_step(groups[:1], 0)
     finish(ranks.device)

@@ -21,7 +21,7 @@ from torch import Tensor
 from planners.errors import UserError
 from tasks.experiment import AlgorithmSection
 from tasks.training.losses import PEAK_NAMES, SUM_NAMES, LossSums, has_gradient, loss_metrics, policy_loss
-from tasks.training.packing import MicroBatch, TrainingGroup, deal, pack
+from tasks.training.packing import MicroBatch, TrainingGroup, hand_of
 from tasks.training.policy import Policy
 from tasks.training.randomness import random_state, set_random_state
 from tasks.training.ranks import Ranks
@@ -155,8 +155,8 @@ class Engine:
         set_random_state(json.loads(random_state_path.read_text()))
 
     def _hand(self, groups: Sequence[TrainingGroup]) -> list[MicroBatch]:
-        packed = pack(groups, self._algorithm.tokens_per_micro_batch)
-        return [b.to(self._ranks.device) for b in deal(packed, self._ranks.size)[self._ranks.rank]]
+        hand = hand_of(groups, self._algorithm.tokens_per_micro_batch, self._ranks.rank, self._ranks.size)
+        return [batch.to(self._ranks.device) for batch in hand]
 
     @torch.no_grad()
     def _logprobs(self, batch: MicroBatch) -> Tensor:

@@ -1,13 +1,17 @@
-"""Packs groups into micro-batches in which every prompt is computed once.
+"""Deals a minibatch to the ranks and packs each rank's hand into micro-batches.
 
 A packed sequence is a row of trees: a group's prompt is the trunk, its answers are branches. Positions restart at the
 prompt's end for every answer, and a token attends to its own prompt and its own answer only, so each answer's
 log-probabilities equal those of the prompt and that answer alone. Groups do not see one another.
 
+A group stays whole where it can. Its answers go to several ranks where that makes the busiest rank end earlier, and to
+several micro-batches where the group is above the budget; each part computes the prompt once. What an answer adds to
+the loss depends on none of this.
+
 An answer's last token predicts nothing, so it is a target and never an input.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -28,12 +32,24 @@ class TrainingGroup:
     @property
     def packed_tokens(self) -> int:
         """Tokens this group adds to a packed sequence."""
-        return len(self.prompt_ids) + sum(len(answer.token_ids) - 1 for answer in self.answers)
+        return len(self.prompt_ids) + sum(self.answer_sizes)
 
     @property
     def trained_tokens(self) -> int:
         """Answer tokens that the loss counts: those of trainable segments."""
         return sum(len(s.token_ids) for answer in self.answers for s in answer.segments if s.trainable)
+
+    @property
+    def answer_sizes(self) -> list[int]:
+        """Tokens that each answer adds to a packed sequence."""
+        return [len(answer.token_ids) - 1 for answer in self.answers]
+
+    def part(self, numbers: Iterable[int]) -> "TrainingGroup":
+        """The prompt with some of the answers, by their numbers; in the group's order."""
+        kept = sorted(numbers)
+        return TrainingGroup(
+            self.prompt_ids, tuple(self.answers[k] for k in kept), tuple(self.advantages[k] for k in kept)
+        )
 
 
 class MicroBatch(NamedTuple):
@@ -66,49 +82,113 @@ class MicroBatch(NamedTuple):
     def attention_mask(self) -> Tensor:
         """[1, 1, T, T] boolean, True where the query (row) may attend to the key (column)."""
         group, branch = self.group_ids, self.branch_ids
-        count = len(group)
-        causal = torch.ones(count, count, dtype=torch.bool, device=group.device).tril()
-        same_group = group[:, None] == group[None, :]
-        on_path = (branch[None, :] == 0) | (branch[:, None] == branch[None, :])
-        return (causal & same_group & on_path)[None, None]
+        allowed = branch[:, None] == branch[None, :]
+        allowed |= branch[None, :] == 0
+        allowed &= group[:, None] == group[None, :]
+        return allowed.tril_()[None, None]
 
     def to(self, device: torch.device) -> "MicroBatch":
         """The same micro-batch on another device."""
         return MicroBatch(*(tensor.to(device) for tensor in self))
 
 
-def pack(groups: Sequence[TrainingGroup], tokens_per_micro_batch: int) -> list[MicroBatch]:
-    """Pack groups, largest first, each into the first micro-batch with room; a group above the budget goes alone."""
-    bins: list[list[TrainingGroup]] = []
-    room: list[int] = []
-    for group in sorted(groups, key=lambda g: g.packed_tokens, reverse=True):
-        size = group.packed_tokens
-        place = next((i for i, free in enumerate(room) if size <= free), None)
-        if place is None:
-            bins.append([group])
-            room.append(tokens_per_micro_batch - size)
-        else:
-            bins[place].append(group)
-            room[place] -= size
-    return [lay_out(packed) for packed in bins]
-
-
-def deal(micro_batches: Sequence[MicroBatch], ranks: int) -> list[list[MicroBatch]]:
-    """Deal micro-batches to ranks by token count, the largest to the least loaded rank.
+def hand_of(groups: Sequence[TrainingGroup], tokens_per_micro_batch: int, rank: int, ranks: int) -> list[MicroBatch]:
+    """The micro-batches of one rank; every rank passes the same groups.
 
     Every rank gets the same number of micro-batches, because ranks step through collectives together: short ranks are
     filled up with empty ones.
     """
-    hands: list[list[MicroBatch]] = [[] for _ in range(ranks)]
+    packed = [pack(hand, tokens_per_micro_batch) for hand in deal(groups, ranks)]
+    missing = max(len(bins) for bins in packed) - len(packed[rank])
+    return [lay_out(parts) for parts in packed[rank]] + [empty_micro_batch() for _ in range(missing)]
+
+
+def deal(groups: Sequence[TrainingGroup], ranks: int) -> list[list[TrainingGroup]]:
+    """Deal groups to ranks by token count: whole ones first, the largest to the least loaded rank.
+
+    Then single answers leave the busiest rank, for as long as that leaves the busier of both with less. A prompt counts
+    on every rank that has answers of its group, so groups are not cut where it would not help.
+    """
+    sizes = [group.answer_sizes for group in groups]
+    prompts = [len(group.prompt_ids) for group in groups]
+    totals = [group.packed_tokens for group in groups]
+    hands: list[dict[int, set[int]]] = [{} for _ in range(ranks)]
     loads = [0] * ranks
-    for micro_batch in sorted(micro_batches, key=lambda m: len(m.input_ids), reverse=True):
+    for group in sorted(range(len(groups)), key=lambda g: totals[g], reverse=True):
         rank = loads.index(min(loads))
-        hands[rank].append(micro_batch)
-        loads[rank] += len(micro_batch.input_ids)
-    longest = max(len(hand) for hand in hands)
-    for hand in hands:
-        hand.extend(empty_micro_batch() for _ in range(longest - len(hand)))
-    return hands
+        hands[rank][group] = set(range(len(sizes[group])))
+        loads[rank] += totals[group]
+    while (move := _best_move(hands, loads, sizes, prompts)) is not None:
+        source, target, group, answer = move
+        hands[source][group].remove(answer)
+        loads[source] -= sizes[group][answer]
+        if not hands[source][group]:
+            del hands[source][group]
+            loads[source] -= prompts[group]
+        if group not in hands[target]:
+            hands[target][group] = set()
+            loads[target] += prompts[group]
+        hands[target][group].add(answer)
+        loads[target] += sizes[group][answer]
+    return [[groups[group].part(numbers) for group, numbers in hand.items()] for hand in hands]
+
+
+def _best_move(
+    hands: Sequence[dict[int, set[int]]], loads: Sequence[int], sizes: Sequence[Sequence[int]], prompts: Sequence[int]
+) -> tuple[int, int, int, int] | None:
+    """(from, to, group, answer) that takes most from the busiest rank without making another as busy."""
+    source = loads.index(max(loads))
+    least, best = loads[source], None
+    for group, answers in hands[source].items():
+        for answer in sorted(answers):
+            given = sizes[group][answer] + (prompts[group] if len(answers) == 1 else 0)
+            for target, load in enumerate(loads):
+                taken = sizes[group][answer] + (0 if group in hands[target] else prompts[group])
+                busier = max(loads[source] - given, load + taken)
+                if busier < least:
+                    least, best = busier, (source, target, group, answer)
+    return best
+
+
+def pack(groups: Sequence[TrainingGroup], tokens_per_micro_batch: int) -> list[list[TrainingGroup]]:
+    """Put groups, split where they are above the budget, into the first micro-batch with room, largest first.
+
+    Only a single answer that is above the budget with its prompt makes a micro-batch larger than that.
+    """
+    bins: list[list[TrainingGroup]] = []
+    room: list[int] = []
+    parts = [part for group in groups for part in split(group, tokens_per_micro_batch)]
+    for part in sorted(parts, key=lambda p: p.packed_tokens, reverse=True):
+        size = part.packed_tokens
+        place = next((i for i, free in enumerate(room) if size <= free), None)
+        if place is None:
+            bins.append([part])
+            room.append(tokens_per_micro_batch - size)
+        else:
+            bins[place].append(part)
+            room[place] -= size
+    return bins
+
+
+def split(group: TrainingGroup, tokens: int) -> list[TrainingGroup]:
+    """Cut a group into the fewest even parts of at most so many tokens; a longer answer is a part of its own."""
+    sizes, prompt = group.answer_sizes, len(group.prompt_ids)
+    for count in range(1, len(sizes)):
+        parts = _even_parts(sizes, count)
+        if all(len(part) == 1 or prompt + sum(sizes[k] for k in part) <= tokens for part in parts):
+            return [group.part(part) for part in parts]
+    return [group.part([k]) for k in range(len(sizes))]
+
+
+def _even_parts(sizes: Sequence[int], count: int) -> list[list[int]]:
+    """Numbers of the answers in each part: the largest answer to the smallest part."""
+    parts: list[list[int]] = [[] for _ in range(count)]
+    totals = [0] * count
+    for answer in sorted(range(len(sizes)), key=lambda k: sizes[k], reverse=True):
+        smallest = min(range(count), key=lambda i: (totals[i], len(parts[i])))
+        parts[smallest].append(answer)
+        totals[smallest] += sizes[answer]
+    return parts
 
 
 def empty_micro_batch() -> MicroBatch:

@@ -1,8 +1,12 @@
 """The policy: a causal language model that returns the log-probabilities of given tokens.
 
 The head runs at the positions that predict an answer token, in chunks, so the logits of a whole sequence never exist.
+Nor does a score of every query with every key for each head: on CUDA, a mask leaves scaled_dot_product_attention its
+memory-efficient and cuDNN kernels, which read one mask for all heads. (Of PyTorch 2.13's source,
+aten/src/ATen/native/transformers; measured on no GPU yet.)
 """
 
+import math
 from pathlib import Path
 
 import torch
@@ -14,6 +18,7 @@ from planners.errors import UserError
 from tasks.training.packing import MicroBatch
 
 HEAD_CHUNK = 1024  # positions per head chunk: 200 MB of float32 logits at a vocabulary of 49 k
+_MASK_ALIGNMENT = 16  # elements: the memory-efficient kernel copies a mask whose rows begin anywhere else
 
 
 class Policy(nn.Module):
@@ -28,7 +33,7 @@ class Policy(nn.Module):
         """Log-probabilities of the batch's targets [N], and the entropies [N] of those predictions, detached."""
         hidden = self.model.base_model(
             input_ids=batch.input_ids[None],
-            attention_mask=batch.attention_mask(),
+            attention_mask=_additive(batch.attention_mask(), self.model.dtype),
             position_ids=batch.position_ids[None],
             use_cache=False,
         ).last_hidden_state[0, batch.predict_at]
@@ -47,8 +52,28 @@ class Policy(nn.Module):
         return logprobs.gather(1, targets[:, None])[:, 0], entropy
 
 
-def load_policy(model_path: Path, temperature: float, max_context: int, dtype: torch.dtype) -> Policy:
+def _additive(allowed: Tensor, dtype: torch.dtype) -> Tensor:
+    """A boolean mask [1, 1, T, T] as what is added to the scores: 0 where allowed, else -inf.
+
+    Attention would make it from the boolean one in every layer, and keep it there for the backward pass.
+    """
+    tokens = allowed.shape[-1]
+    row = math.ceil(tokens / _MASK_ALIGNMENT) * _MASK_ALIGNMENT
+    mask = torch.zeros(1, 1, tokens, row, dtype=dtype, device=allowed.device)[..., :tokens]
+    return mask.masked_fill_(~allowed, -math.inf)
+
+
+def load_policy(
+    model_path: Path, temperature: float, max_context: int, dtype: torch.dtype, *, recompute: bool = False
+) -> Policy:
     """Load a causal language model from a directory in Hugging Face layout.
+
+    Args:
+        model_path: the directory.
+        temperature: as in sampling.
+        max_context: longest prompt plus answer, in tokens.
+        dtype: of the weights.
+        recompute: keep only the input of each layer for the backward pass, and compute the layer there again.
 
     Raises:
         UserError: the model attends through a sliding window shorter than the context, which the packed mask lacks.
@@ -63,4 +88,6 @@ def load_policy(model_path: Path, temperature: float, max_context: int, dtype: t
     model = AutoModelForCausalLM.from_pretrained(
         model_path, dtype=dtype, attn_implementation="sdpa", local_files_only=True, use_safetensors=True
     )
+    if recompute:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
     return Policy(model.train(), temperature)

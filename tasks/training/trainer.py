@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from planners.errors import UserError
+from planners.memory import recomputes
 from tasks.exchange.heartbeat import FENCED_EXIT_STATUS, Heartbeat
 from tasks.exchange.layout import RunDirectory
 from tasks.exchange.ledger import Fenced, GroupRow, Ledger
@@ -157,7 +158,9 @@ def train(args: argparse.Namespace, experiment: Experiment, leader: Leader | Non
     algorithm, dtype = experiment.algorithm, DTYPES[experiment.model.dtype]
     check_memory(args.model_path, algorithm.zero_stage, ranks)
     torch.manual_seed(experiment.run.seed)
-    policy = load_policy(args.model_path, algorithm.temperature, experiment.model.max_context, dtype)
+    max_context = experiment.model.max_context
+    recompute = recomputes(algorithm.tokens_per_micro_batch, max_context)
+    policy = load_policy(args.model_path, algorithm.temperature, max_context, dtype, recompute=recompute)
     engine = Engine(policy.to(ranks.device), algorithm, experiment.run.steps, ranks, dtype)
     if args.resume_step:
         (lineage,) = ranks.share([leader.checkpoint_lineage(args.resume_step) if leader else 0])
