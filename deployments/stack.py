@@ -223,13 +223,15 @@ def _wanted_state(settings: Settings, machine: Machine) -> StackState:
             "first, or go back to its settings."
         )
     own_urls = known.own_urls if known else {}
+    # What was deployed on a server of somebody else's says nothing of our own.
+    has_own = known is not None and known.identity.get("Prefect server") == identity["Prefect server"] == "own"
     return StackState(
         prefect_url=named[PREFECT] or own_urls.get(PREFECT, ""),
         mlflow_url=named[MLFLOW] or own_urls.get(MLFLOW, ""),
         pools={pool: setup.queue_of(pool, machine.name) for pool in setup.pools(list(machine.count_by_type()))},
         own_urls=own_urls,
         identity=identity,
-        deployed=known.deployed if known and not named[PREFECT] else "",
+        deployed=known.deployed if known and has_own else "",
         members=alive,
     )
 

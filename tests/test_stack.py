@@ -148,6 +148,14 @@ def test_up_refuses_workers_of_older_code(settings: Settings, sleeper: Member) -
         stack.up(settings, lambda _: None)
 
 
+def test_what_a_named_server_was_set_up_with_is_not_taken_for_our_own(settings: Settings) -> None:
+    for server, deployed in (("own", "fingerprint"), ("http://elsewhere/api", "")):
+        known = state_with(**{"Prefect server": server})
+        known.deployed = "fingerprint"
+        servers.save_state(settings, known)
+        assert stack._wanted_state(settings, discover_machine()).deployed == deployed
+
+
 def test_up_refuses_a_named_server_that_is_not_there(
     settings: Settings, free_port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
