@@ -43,18 +43,27 @@ class Demand:
         """W: response tokens of a step; throughput counts these and nothing else."""
         return self.answers_per_step * self.response.mean
 
+    @cached_property
+    def group_tokens(self) -> float:
+        """Tokens of a mean group in the trainer: its prompt once, and its answers."""
+        return self.prompt.mean + self.group_size * self.response.mean
+
+    @cached_property
+    def largest_group_tokens(self) -> float:
+        """Tokens that 99 % of the groups do not exceed; answers are independent."""
+        deviation = max(0.0, self.response.moment(2) - self.response.mean**2) ** 0.5
+        likely = self.group_size * self.response.mean + 2.33 * deviation * self.group_size**0.5
+        return self.prompt.longest + min(likely, self.group_size * self.response.longest)
+
+    @property
+    def groups_together(self) -> int:
+        """Groups that the trainer packs into one micro-batch; one above its budget goes alone."""
+        return max(1, int(self.micro_batch_tokens // self.group_tokens))
+
     @property
     def minibatch_groups(self) -> list[int]:
         """Groups of each minibatch of a step, the larger ones first."""
         return [(self.prompts_per_step + i) // self.minibatches for i in reversed(range(self.minibatches))]
-
-    @cached_property
-    def largest_minibatch_tokens(self) -> float:
-        """Response tokens that 99 % of the (larger) minibatches do not exceed; answers are independent."""
-        answers = self.minibatch_groups[0] * self.group_size
-        deviation = max(0.0, self.response.moment(2) - self.response.mean**2) ** 0.5
-        likely = answers * self.response.mean + 2.33 * deviation * answers**0.5
-        return min(likely, answers * self.response.longest)
 
     @property
     def gate_answers(self) -> int:
@@ -75,13 +84,12 @@ class Demand:
 
     @cached_property
     def latency_tokens(self) -> float:
-        """The longest answer that a step waits for: its mean length, or the 99 % quantile where longer.
+        """Mean length of the longest answer that a step waits for.
 
         Steps end in order, so one that is late delays those begun meanwhile, η more: half of them, by comparison with
         the simulator, count.
         """
-        waited_for = round(self.answers_per_step * (1 + self.max_staleness / 2))
-        return max(self.response.quantile(0.99), self.response.mean_longest(waited_for))
+        return self.response.mean_longest(round(self.answers_per_step * (1 + self.max_staleness / 2)))
 
     @cached_property
     def drain_share(self) -> float:
@@ -94,7 +102,7 @@ class Demand:
         if self.response.points[0] == self.response.longest:
             return 0.0
         residual = self.response.residual_quantile(1 - 1 / self.answers_per_step) - self.response.age_moment(1)
-        return max(0.0, residual) / self.latency_tokens
+        return min(1.0, max(0.0, residual) / self.latency_tokens)
 
 
 def demand_of(
@@ -115,7 +123,7 @@ def demand_of(
         workload: sizes of a step.
         minibatches: optimiser updates of a step.
         answer_tokens: mean tokens of an answer, as measured.
-        micro_batch_tokens: what the trainer packs answers into.
+        micro_batch_tokens: what the trainer packs groups into.
         max_context: longest prompt plus answer that replicas must be able to serve; None: what the workload allows.
         concurrency: answers in flight per replica; None: the planner chooses.
     """
