@@ -43,27 +43,18 @@ class Demand:
         """W: response tokens of a step; throughput counts these and nothing else."""
         return self.answers_per_step * self.response.mean
 
-    @cached_property
-    def group_tokens(self) -> float:
-        """Tokens of a mean group in the trainer: its prompt once, and its answers."""
-        return self.prompt.mean + self.group_size * self.response.mean
-
-    @cached_property
-    def largest_group_tokens(self) -> float:
-        """Tokens that 99 % of the groups do not exceed; answers are independent."""
-        deviation = max(0.0, self.response.moment(2) - self.response.mean**2) ** 0.5
-        likely = self.group_size * self.response.mean + 2.33 * deviation * self.group_size**0.5
-        return self.prompt.longest + min(likely, self.group_size * self.response.longest)
-
-    @property
-    def groups_together(self) -> int:
-        """Groups that the trainer packs into one micro-batch; one above its budget goes alone."""
-        return max(1, int(self.micro_batch_tokens // self.group_tokens))
-
     @property
     def minibatch_groups(self) -> list[int]:
         """Groups of each minibatch of a step, the larger ones first."""
         return [(self.prompts_per_step + i) // self.minibatches for i in reversed(range(self.minibatches))]
+
+    @cached_property
+    def largest_minibatch_tokens(self) -> float:
+        """Response tokens that 99 % of the (larger) minibatches do not exceed; answers are independent."""
+        answers = self.minibatch_groups[0] * self.group_size
+        deviation = max(0.0, self.response.moment(2) - self.response.mean**2) ** 0.5
+        likely = answers * self.response.mean + 2.33 * deviation * answers**0.5
+        return min(likely, answers * self.response.longest)
 
     @property
     def gate_answers(self) -> int:
@@ -123,7 +114,7 @@ def demand_of(
         workload: sizes of a step.
         minibatches: optimiser updates of a step.
         answer_tokens: mean tokens of an answer, as measured.
-        micro_batch_tokens: what the trainer packs groups into.
+        micro_batch_tokens: what the trainer packs answers into.
         max_context: longest prompt plus answer that replicas must be able to serve; None: what the workload allows.
         concurrency: answers in flight per replica; None: the planner chooses.
     """
