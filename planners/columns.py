@@ -30,6 +30,7 @@ from planners.topology import Topology
 from planners.training import Stage, TrainingCost, TrainingLayout
 
 MOST_PIPELINE_MACHINES = 4
+LEAST_MICRO_BATCH = 512  # tokens; smaller ones are no remedy for want of memory
 
 
 @dataclass(frozen=True)
@@ -368,8 +369,13 @@ def _cannot_train(problem: Problem) -> str:
     closest = layouts[lacks.index(min(lacks))]
     devices = " + ".join(f"{stage.devices} × {stage.device_type}" for stage in closest.stages)
     higher = "with algorithm.zero_stage 3 " if zero < 3 else ""
-    if higher and any(_fits(problem, replace(layout, zero=3)) for layout in layouts):
+    sharded = [replace(layout, zero=3) for layout in layouts]
+    if tokens := _fitting_micro_batch(problem, layouts):
+        remedy = f"with algorithm.tokens_per_micro_batch={tokens} it fits"
+    elif higher and any(_fits(problem, layout) for layout in sharded):
         remedy = f"{higher}it fits"
+    elif tokens := _fitting_micro_batch(problem, sharded):
+        remedy = f"{higher}and algorithm.tokens_per_micro_batch={tokens} it fits"
     else:
         remedy = f"{higher}the smallest that would do is {_smallest(problem)}"
     asked = f" as {wish.words} asks" if wish.words else ""
@@ -378,6 +384,18 @@ def _cannot_train(problem: Problem) -> str:
         f"{min(lacks) / GIB:.1f} GiB per device. Its training states alone take "
         f"{(16 + 4) * model.parameters / GIB:.0f} GiB over all devices that train; {remedy}."
     )
+
+
+def _fitting_micro_batch(problem: Problem, layouts: list[TrainingLayout]) -> int | None:
+    """The largest budget, halved and halved again, with which one of the layouts fits."""
+    tokens = problem.demand.micro_batch_tokens // 2
+    while tokens >= LEAST_MICRO_BATCH:
+        demand = replace(problem.demand, micro_batch_tokens=tokens)
+        cost = TrainingCost(problem.model, demand, problem.topology.types, problem.profiles)
+        if any(all(memory.fits for memory in cost.memory(layout)) for layout in layouts):
+            return tokens
+        tokens //= 2
+    return None
 
 
 def _cannot_generate(problem: Problem) -> str:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 
 from planners.cluster_plan import ClusterPlan
-from planners.columns import Problem, TrainingWish, rollout_columns, training_columns
+from planners.columns import LEAST_MICRO_BATCH, Problem, TrainingWish, rollout_columns, training_columns
 from planners.demand import Demand
 from planners.errors import UserError
 from planners.joint import solve_fastest
@@ -18,8 +18,8 @@ ROUGH = 0.005
 """Solver gap of what only adds a sentence to a plan that is there."""
 ASK_LIMIT_S = 3.0
 """Seconds of solving, all types together; beyond that a bound has to do."""
-REMEDY, LEAST_MICRO_BATCH = 0.02, 512
-"""Share by which smaller micro-batches have to shorten training to be named, and the smallest in tokens."""
+REMEDY = 0.02
+"""Share by which smaller micro-batches have to shorten training to be named."""
 MOST_DEVICES = 1000
 """From here on one more device is within the solver's own gap."""
 

@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from planners.cluster_plan import ClusterPlan
+from planners.columns import TrainingWish
 from planners.demand import Demand
 from planners.errors import UserError
 from planners.lengths import LogNormal, constant
@@ -286,6 +287,17 @@ def test_a_model_that_fits_nowhere_is_told_how_much_is_missing() -> None:
     laptop = {"name": "one", "machines": [{"name": "a", "device_type": "rtx-4090", "devices": 2}]}
     with pytest.raises(UserError, match=r"lacks \d+\.\d GiB per device.*smallest that would do is one machine with"):
         make_plan(parse_cluster(ClusterFile.model_validate(laptop)), SEVEN, PAPER)
+
+
+def test_smaller_micro_batches_are_the_remedy_where_they_let_a_model_fit() -> None:
+    cluster = cluster_of(**{"a100-80": 2, "h20": 1})
+    only = TrainingWish(device_type="a100-80")
+    short = replace(PAPER, response=LogNormal(mean=1000, q99=3000, cap=4000).lengths(), longest_tokens=4352)
+    with pytest.raises(UserError, match=r"with algorithm\.tokens_per_micro_batch=\d+ it fits") as refused:
+        make_plan(cluster, SEVEN, replace(short, micro_batch_tokens=2**16), training_wish=only)
+    tokens = int(str(refused.value).split("tokens_per_micro_batch=")[1].split()[0])
+    plan = make_plan(cluster, SEVEN, replace(short, micro_batch_tokens=tokens), training_wish=only)
+    assert plan.training.stages[0].device_type == "a100-80"
 
 
 def test_one_device_cannot_do_both() -> None:
