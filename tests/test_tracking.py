@@ -120,14 +120,13 @@ def test_what_the_store_refuses_is_dropped_and_the_rest_arrives(store: str, clie
 
 
 def test_without_a_server_the_run_goes_on(dead_uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tracking, "FLUSH_DEADLINE_S", 1.0)
     monkeypatch.setattr(tracking, "QUEUE_POINTS", 10)
     tracker = Tracker.parent(dead_uri, "study", "lost", {}, {})
     assert tracker.run_id is None
     for step in range(15):
         tracker.log({"reward": 1.0}, step)
     assert tracker.dropped == 5
-    tracker.finish("FAILED")
+    tracker.finish("FAILED", flush_s=1.0)
     assert tracker.run_id is None
     assert end_attempts(dead_uri, "0" * 32, "FAILED", {}) == 0
 
