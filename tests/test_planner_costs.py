@@ -123,7 +123,8 @@ def test_a_step_is_worth_its_passes() -> None:
     assert TrainingCost(MODEL, DEMAND, CATALOGUE).passes == 5
     assert TrainingCost(MODEL, replace(DEMAND, minibatches=1), CATALOGUE).passes == 4
     assert TrainingCost(MODEL, short, CATALOGUE).passes == 4
-    assert TrainingCost(MODEL, replace(short, micro_batch_tokens=4097), CATALOGUE).passes == 5
+    for large in (replace(short, micro_batch_tokens=4097), replace(short, longest_tokens=4097)):
+        assert TrainingCost(MODEL, large, CATALOGUE).passes == 5
 
 
 def test_a_slower_link_makes_a_slower_step() -> None:
