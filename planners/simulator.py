@@ -25,7 +25,7 @@ from planners.cluster_plan import ClusterPlan, DemandPlan, IterationPlan, Replic
 from planners.errors import UserError
 from planners.staleness import choose_groups, may_lease
 
-SHOWN_STEPS, SHOWN_ANSWERS = (60, 1000), (50_000, 500_000)
+SHOWN_STEPS, SHOWN_ANSWERS = (60, 300), (30_000, 500_000)
 """Of the simulation whose step time is shown beside the planner's, at least and at most."""
 MOST_ANSWERS = 20_000_000
 """Of any simulation: a core simulates about 100,000 a second."""
@@ -441,12 +441,13 @@ def with_simulated_step(plan: ClusterPlan) -> ClusterPlan:
 
 
 def shown_steps(demand: DemandPlan) -> tuple[int, int] | None:
-    """Steps of the simulation whose step time is shown, more where they are small, and how many are warm-up.
+    """Steps of the simulation whose step time is shown, more where chance has few answers, and how many are warm-up.
 
     None where the answers that it may have are too few steps.
     """
     answers = demand.prompts_per_step * demand.group_size
     least, most = SHOWN_STEPS
-    steps = min(max(least, min(most, SHOWN_ANSWERS[0] // answers)), SHOWN_ANSWERS[1] // answers)
+    wanted = SHOWN_ANSWERS[0] // answers if len(demand.response_points) > 1 else least
+    steps = min(max(least, min(most, wanted)), SHOWN_ANSWERS[1] // answers)
     warm_up = steps // 3
     return None if steps < least and warm_up <= demand.max_staleness else (steps, warm_up)

@@ -12,7 +12,7 @@ from planners.cluster_plan import ClusterPlan
 from planners.columns import TrainingWish
 from planners.demand import Demand
 from planners.errors import UserError
-from planners.lengths import LogNormal, constant
+from planners.lengths import Lengths, LogNormal, constant
 from planners.make import Mode, make_plan
 from planners.model import Model, read_model
 from planners.simulator import simulate
@@ -27,6 +27,11 @@ PAPER = Demand(32, 16, 8, constant(250), LogNormal(mean=5000, q99=16000, cap=276
 HEX = read_cluster(DEPLOYMENTS / "clusters" / "paper-h800-8-h20-48.yaml")
 SOLVER_GAP = 2e-3
 MODES: tuple[Mode, ...] = ("joint", "exhaustive")
+SHORT = [  # each thinned to 100 of its points, which every cost integrates over
+    Lengths(LogNormal(mean=mean, q99=ratio * mean, cap=4000).lengths().points[10::20])
+    for mean in (50.0, 400.0)
+    for ratio in (1.5, 3.0)
+]
 
 
 def examples(count: int) -> settings:
@@ -55,8 +60,7 @@ def clusters(draw: st.DrawFn, most: int = 8) -> Topology:
 @st.composite
 def demands(draw: st.DrawFn) -> Demand:
     """Small steps of short answers, so that the gate and the latency bind now and then."""
-    mean = draw(st.sampled_from([50.0, 400.0]))
-    lengths = LogNormal(mean=mean, q99=draw(st.sampled_from([1.5, 3.0])) * mean, cap=4000).lengths()
+    lengths = draw(st.sampled_from(SHORT))
     staleness, reward_s = draw(st.sampled_from([0, 1, 3])), draw(st.sampled_from([0.0, 0.5]))
     budget = draw(st.sampled_from([256, 16384]))  # a group or two for each rank, or all for one
     return Demand(2, 2, staleness, constant(50), lengths, 4096, micro_batch_tokens=budget, reward_s=reward_s)
@@ -66,8 +70,20 @@ modes = st.sampled_from(["storage", "blocking", "tree", "overlapped"])
 
 
 @examples(200)
-@given(clusters(), demands(), modes, st.booleans())
+@given(clusters(6), demands(), modes, st.booleans())
 def test_agrees_with_exhaustive_search(topology: Topology, demand: Demand, sync: SyncMode, what_if: bool) -> None:
+    check_agreement(topology, demand, sync, what_if)
+
+
+@examples(25)
+@given(clusters(8), demands(), modes, st.booleans())
+def test_agrees_with_exhaustive_search_of_eight(
+    topology: Topology, demand: Demand, sync: SyncMode, what_if: bool
+) -> None:
+    check_agreement(topology, demand, sync, what_if)
+
+
+def check_agreement(topology: Topology, demand: Demand, sync: SyncMode, what_if: bool) -> None:
     sync = sync if what_if else "storage"
     plans: dict[Mode, ClusterPlan | None] = {}
     for mode in MODES:
@@ -150,15 +166,15 @@ def test_the_papers_cluster_is_planned_near_its_bound(sync: SyncMode) -> None:
     assert plan.training.stages[0].device_type == "h800-sxm"
 
 
-@pytest.mark.parametrize("staleness", [0, 1, 2, 3, 4])
+@pytest.mark.parametrize("staleness", [1, 2, 3])
 def test_the_fastest_plan_is_the_fastest_in_the_simulator_too(staleness: int) -> None:
     """With little staleness the longest answers decide: planned within 5 %, and no slower than Algorithm 1's plan."""
     cluster = read_cluster(DEPLOYMENTS / "clusters" / "paper-h800-24-h20-24.yaml")
     demand = replace(PAPER, prompts_per_step=64, group_size=8, max_staleness=staleness)
     joint, published = (make_plan(cluster, SEVEN, demand, mode=mode) for mode in ("joint", "two-phase"))
-    simulated_s = simulate(joint, steps=120, warm_up=20).step_s
+    simulated_s = simulate(joint, steps=100, warm_up=20).step_s
     assert simulated_s == pytest.approx(joint.step_s, rel=0.05)
-    assert simulated_s <= 1.02 * simulate(published, steps=120, warm_up=20).step_s
+    assert simulated_s <= 1.02 * simulate(published, steps=100, warm_up=20).step_s
 
 
 def test_exhaustive_search_stops_at_eight_devices() -> None:
