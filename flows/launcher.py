@@ -32,6 +32,7 @@ class PrefectLauncher:
         self._model_path = model_path
         self._environment = dict(environment)
         self._ended: dict[str, tuple[float, bool]] = {}
+        self._cancelled: set[str] = set()
 
     def start(self, placement: Placement, resume_step: int | None) -> str:
         """Start the placement's flow; see `Launcher.start`. While the server is away this waits for it.
@@ -76,12 +77,13 @@ class PrefectLauncher:
 
     def cancel(self, flow_run_id: str) -> None:
         """Ask for cancellation; see `Launcher.cancel`."""
-        if self.has_ended(flow_run_id):
+        if flow_run_id in self._cancelled or self.has_ended(flow_run_id):
             return
         try:
             self._client.set_flow_run_state(UUID(flow_run_id), Cancelling())
+            self._cancelled.add(flow_run_id)  # told twice, a worker interrupts what the first time has begun
         except (httpx.HTTPError, PrefectException):
-            _log.warning("flow run %s could not be cancelled now", flow_run_id, exc_info=True)
+            _log.warning("flow run %s could not be cancelled now", flow_run_id)
 
     def has_ended(self, flow_run_id: str) -> bool:
         """Whether the flow run is over, asked at most every few seconds; see `Launcher.has_ended`."""

@@ -9,6 +9,7 @@ from typing import Any
 from prefect import State, flow, runtime
 from prefect.client.orchestration import get_client
 from prefect.exceptions import TerminationSignal
+from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 from prefect.states import Cancelled
 from sqlalchemy.exc import SQLAlchemyError
 
@@ -147,7 +148,8 @@ def require_free(placed: Placements, settings: Settings) -> None:
 
 def train_and_roll_out(run: RunContext, placed: Placements, model_path: str) -> None:
     """Run the plan's actors until the last step is trained and evaluated; none is left on any way out."""
-    with get_client(sync_client=True) as client:
+    # Prefect would repeat each request for a minute while its server is away; who supervises cannot wait for that.
+    with temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}), get_client(sync_client=True) as client:
         launcher = PrefectLauncher(client, run.run_id, model_path, run.settings.environment())
         supervisor = Supervisor(run, placed, launcher, ProgressArtifact(run.run_id))
         state = "failed"

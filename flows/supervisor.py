@@ -35,7 +35,10 @@ class Launcher(Protocol):
         """Start the placement's flow on its pool and queue; returns the flow run's id. Raises RunFailed."""
 
     def cancel(self, flow_run_id: str) -> None:
-        """Ask for the flow run to be cancelled; one that has ended, or a server that is away, is no error."""
+        """Ask for the flow run to be cancelled; one that has ended, or a server that is away, is no error.
+
+        It may be asked for again, since a server that is away or busy may not have heard it.
+        """
 
     def has_ended(self, flow_run_id: str) -> bool:
         """Whether the flow run is over; False while it is not known."""
@@ -104,12 +107,10 @@ class Supervisor:
             RunFailed: an actor on another machine was still there at the deadline.
         """
         started = time.monotonic()
-        cancelled = False
         children = [*self._replaced, *self._children.values()]
         while left := [child for child in children if not self._launcher.has_ended(child.flow_run_id)]:
             waited_s = time.monotonic() - started
-            if waited_s > patience_s and not cancelled:
-                cancelled = True
+            if waited_s > patience_s:
                 for child in left:
                     self._launcher.cancel(child.flow_run_id)
             if waited_s > deadline_s:

@@ -6,14 +6,21 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+from uuid import UUID, uuid4
 
+import httpx
 import pytest
+from prefect.client.orchestration import SyncPrefectClient
 from prefect.exceptions import TerminationSignal
+from prefect.states import State
 from sqlalchemy.exc import OperationalError
 
 from flows import rl as running
 from flows import supervisor as supervising
 from flows.context import RunContext, open_run
+from flows.launcher import PrefectLauncher
 from flows.rollout import rollout
 from flows.supervisor import RunFailed, Supervisor
 from flows.train import train
@@ -262,7 +269,50 @@ def test_a_dead_actor_is_ended_although_its_cancellation_is_lost(tmp_path: Path,
     launcher.ended |= set(launcher.actors) - {"rollout-2"}
     launcher.cancelled.clear()
     supervisor.end_children(patience_s=0.0, deadline_s=0.1)
-    assert launcher.cancelled == ["rollout-2"]
+    assert set(launcher.cancelled) == {"rollout-2"}
+
+
+def test_a_cancellation_that_was_not_heard_is_repeated(tmp_path: Path) -> None:
+    run, launcher = make(tmp_path)
+    launcher.is_away = True
+    supervisor = Supervisor(run, PLACED, launcher, lambda progress: finish_run(launcher))
+    supervisor.run()
+    cancel = launcher.cancel
+
+    def hear_at_last(flow_run_id: str) -> None:
+        launcher.is_away = launcher.cancelled.count(flow_run_id) < 3
+        cancel(flow_run_id)
+
+    launcher.cancel = hear_at_last  # type: ignore[method-assign]
+    supervisor.end_children(patience_s=0.0, deadline_s=30.0)
+    assert launcher.ended == {"train-1", "rollout-2"}
+
+
+class BusyServer:
+    """Refuses the first of all cancellations; flow runs never end."""
+
+    def __init__(self) -> None:
+        self.heard = 0
+        self._errors = [httpx.ConnectError("the server is away")]
+
+    def read_flow_run(self, flow_run_id: UUID) -> SimpleNamespace:
+        return SimpleNamespace(state=None)
+
+    def set_flow_run_state(self, flow_run_id: UUID, state: State[Any]) -> None:
+        assert state.is_cancelling()
+        if self._errors:
+            raise self._errors.pop()
+        self.heard += 1
+
+
+def test_a_flow_run_is_told_once_to_cancel() -> None:
+    """Told twice, its worker would interrupt what it does to end."""
+    server = BusyServer()
+    launcher = PrefectLauncher(cast(SyncPrefectClient, server), RUN, "model", {})
+    flow_run_id = str(uuid4())
+    for heard in (0, 1, 1):
+        launcher.cancel(flow_run_id)
+        assert server.heard == heard
 
 
 def test_what_does_not_leave_is_fenced_and_killed(tmp_path: Path, hung: ProcessGroup) -> None:
