@@ -43,6 +43,7 @@ from planners.sync import Sync, ceiling_of
 TIGHT = 1e-5
 SLACK = 1e-5
 ROUNDS = 12
+PRICE_GAPS = 5  # the solver's gap in price beside that in time
 WORTH = 10.0  # what a per cent of headroom may cost, in per cent of the price
 
 
@@ -133,7 +134,7 @@ def _cheapest_as_fast(
     allowed_s = _allowed_latency_s(problem, _shortest_body_s(problem, training, rollout, fastest.bound))
     allowed_s /= 1 if is_free else 1 + spread(problem.demand)[1]
     try:
-        cheap = _solve(problem, training, rollout, as_fast, allowed_s, time_limit_s, gap)
+        cheap = _solve(problem, training, rollout, as_fast, allowed_s, time_limit_s, PRICE_GAPS * gap)
     except Infeasible:  # by less than the solver's own tolerance
         return fastest
     if _true_step_s(problem, cheap) > true_s * (1 + 2 * slack):  # tangents ran out

@@ -149,10 +149,12 @@ def test_which_figure_to_trust_is_said_where_they_differ(
 
 def test_smaller_micro_batches_are_named_where_memory_keeps_a_faster_layout_out() -> None:
     coarse = replace(PAPER, micro_batch_tokens=2**18)
-    (sentence,) = memory_remedy(SMALL, SEVEN, coarse, make_plan(SMALL, SEVEN, coarse))
+    plan = make_plan(SMALL, SEVEN, coarse)
+    (sentence,) = memory_remedy(SMALL, SEVEN, coarse, plan)
     tokens = int(sentence.split("tokens_per_micro_batch=")[1].split()[0])
     fine = make_plan(SMALL, SEVEN, replace(PAPER, micro_batch_tokens=tokens))
     assert f"{fine.train_s:.2f} s" in sentence
+    assert fine.train_s < 0.98 * plan.train_s
     assert memory_remedy(SMALL, SEVEN, replace(PAPER, micro_batch_tokens=tokens), fine) == []
 
 
@@ -212,6 +214,7 @@ def test_a_plan_file_comes_back_as_it_was(tmp_path: Path) -> None:
         {**whole, "replicas": []},
         {**whole, "train_s": -1},
         {**whole, "step_s": math.nan},
+        {**whole, "train_s": math.inf},
         {**whole, "demand": {**whole["demand"], "response_points": [0.0]}},
         {**whole, "demand": {**whole["demand"], "prompts_per_step": 0}},
     ):

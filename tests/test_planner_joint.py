@@ -274,14 +274,12 @@ def test_the_best_that_is_named_is_reached_as_a_target() -> None:
 
 
 def test_of_plans_at_the_price_of_a_target_the_fastest_is_taken() -> None:
-    """Devices of equal price: the cheapest for a low target is any pair, the fastest of them is known."""
-    equal = replace(
-        HEX, nodes=tuple(replace(n, devices=1, device=replace(n.device, usd_per_h=1.0)) for n in HEX.nodes[-2:])
-    )
-    best = make_plan(equal, SMALL, PAPER)
-    plan = make_plan(equal, SMALL, PAPER, target_tokens_per_s=best.throughput_tokens_per_s / 50)
+    """Where every device costs a dollar two are cheapest for a low target; which two makes a fourfold difference."""
+    equal = replace(HEX, nodes=tuple(replace(n, device=replace(n.device, usd_per_h=1.0)) for n in HEX.nodes))
+    best = make_plan(equal, SMALL, PAPER, budget_usd_per_h=2)
+    plan = make_plan(equal, SMALL, PAPER, target_tokens_per_s=best.throughput_tokens_per_s / 4)
     assert plan.usd_per_h == best.usd_per_h == 2
-    assert plan.step_s == pytest.approx(best.step_s)
+    assert plan.step_s == pytest.approx(best.step_s, rel=SOLVER_GAP)
 
 
 def test_a_budget_where_nothing_has_a_price_is_refused() -> None:
