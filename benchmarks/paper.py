@@ -202,15 +202,15 @@ def reproduce(devices: dict[str, DeviceType], ours: Rows, plans: Plans) -> None:
 
 def _token_prices(devices: dict[str, DeviceType], model: Model, reference: ClusterPlan) -> tuple[float, float]:
     """Price of a token on one type over the other, at the concurrency that a step of the reference plan allows."""
-    serving, turn = ServingCost(model, DEMAND), DEMAND.latency_steps * reference.rollout_s
-    cost = TrainingCost(model, DEMAND, devices)
+    serving, cost = ServingCost(model, DEMAND), TrainingCost(model, DEMAND, devices)
+    turn_s = (DEMAND.max_staleness + 1) * reference.step_s - reference.train_s
 
     def rollout(device: DeviceType) -> float:
         rates = [
             serving.tokens_per_s(device, k, c) / k
             for k in serving.tensor_ranks(device, 8)
             for c in serving.concurrencies(device, k)
-            if serving.latency_s(device, k, c) <= turn
+            if serving.latency_s(device, k, c) <= turn_s
         ]
         return device.usd_per_h / max(rates)
 

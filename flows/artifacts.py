@@ -22,8 +22,9 @@ from prefect.exceptions import PrefectException
 
 from flows.context import RunContext
 from planners.cluster_plan import ClusterPlan
-from planners.explain import memory_table
+from planners.explain import memory_table, money, seconds
 from planners.machine import placements
+from planners.make import rounded_down
 from planners.plan import Placement
 from planners.profile import DeviceProfile
 from tasks.exchange.ledger import Progress
@@ -106,12 +107,12 @@ def as_list(words: str) -> str:
 def _plan_figures(plan: ClusterPlan) -> dict[str, Any]:
     return {
         "mode": plan.mode,
-        "response tokens/s": round(plan.throughput_tokens_per_s, 1),
-        "step s": round(plan.step_s, 2),
-        "training s": round(plan.train_s, 2),
-        "publish s": round(plan.sync_train_s, 2),
-        "rollout s": round(plan.rollout_s, 2),
-        "load s": round(plan.sync_rollout_s, 2),
+        "response tokens/s": rounded_down(plan.throughput_tokens_per_s),
+        "step s": seconds(plan.step_s),
+        "training s": seconds(plan.train_s),
+        "publish s": seconds(plan.sync_train_s),
+        "rollout s": seconds(plan.rollout_s),
+        "load s": seconds(plan.sync_rollout_s),
         "trains": plan.training.layout,
         "replicas": len(plan.replicas),
         "gap": f"{plan.gap:.2%}",
@@ -132,8 +133,8 @@ def show_cluster_plan(
         rows = [
             {
                 "budget USD/h": round(budget, 2),
-                "response tokens/s": round(affordable.throughput_tokens_per_s, 1),
-                "USD per million tokens": round(affordable.usd_per_million_tokens, 2),
+                "response tokens/s": rounded_down(affordable.throughput_tokens_per_s),
+                "USD per million tokens": money(affordable.usd_per_million_tokens),
                 "trains": affordable.training.layout,
                 "replicas": len(affordable.replicas),
             }

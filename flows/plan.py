@@ -53,7 +53,7 @@ def plan(experiment: Experiment = Experiment(), cluster: ClusterWish | None = No
 def plan_for_cluster(experiment: Experiment, cluster: ClusterWish) -> dict[str, Any]:
     """Plan, simulate, and show both here and in MLflow."""
     wishes = cluster.model_dump(exclude={"file"})
-    study = study_cluster(experiment, Path(cluster.file), load_settings(), **wishes)
+    study = study_cluster(experiment, Path(cluster.file), load_settings(), tell=print, **wishes)
     simulation = simulate(study.plan, keep_spans=True)
     words = study.explain()
     print(words)

@@ -61,8 +61,13 @@ def explain(
     return "\n".join(lines)
 
 
+def seconds(value: float) -> str:
+    """To the hundredth, or to two digits where that would be nothing."""
+    return f"{value:.2f}" if value >= 0.1 or value == 0 else f"{value:.2g}"
+
+
 def _seconds(value: float) -> str:
-    return f"{value:.2f} s" if value >= 0.01 or value == 0 else f"{value:.2g} s"
+    return f"{seconds(value)} s"
 
 
 def _longest_answers(plan: ClusterPlan) -> list[str]:
