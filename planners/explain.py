@@ -107,7 +107,7 @@ def _whom_to_trust(plan: ClusterPlan, differs: float, steps: int, warm_up: int) 
         )
     if differs > 0:
         why = "work and longest answer vary from step to step, and each side waits for the other"
-    elif plan.reward_s:
+    elif plan.reward_s and plan.demand.max_staleness:
         why = "scoring, which the plan adds to generation, goes on beside it"
     else:
         why = "replicas that are not full, as the gate leaves them, are faster than the plan's full ones"
@@ -127,7 +127,7 @@ def _left_out(plan: ClusterPlan, budget_usd_per_h: float | None, opened: Gain | 
     if budget_usd_per_h is not None:
         return [f"{devices} not rented: within {budget_usd_per_h:g} USD/h {found}."]
     if plan.mode == "homogeneous":
-        return [f"{devices} left out: mode homogeneous uses one device type, and of it no more than shorten the step."]
+        return [f"{devices} left out: mode homogeneous uses one device type, and no more of it than shorten the step."]
     if plan.mode == "two-phase":
         return [f"{devices} left out by Algorithm 1; mode joint would say whether any use shortens the step."]
     within = " where half of the devices train" if plan.mode == "uniform" else ""

@@ -134,6 +134,7 @@ def test_what_generation_waits_for_is_said_where_it_is_not_its_work() -> None:
         (1.2, 8, 0.0, "trust the simulation, since work and longest answer vary"),
         (0.8, 8, 0.0, "trust the simulation, since replicas that are not full"),
         (0.8, 8, 1.0, "trust the simulation, since scoring"),
+        (0.8, 0, 1.0, "trust the simulation, since replicas that are not full"),
         (0.8, 90, 0.0, "steps are too few to leave the start behind"),
     ],
 )
