@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -148,8 +148,7 @@ def require_free(placed: Placements, settings: Settings) -> None:
 
 def train_and_roll_out(run: RunContext, placed: Placements, model_path: str) -> None:
     """Run the plan's actors until the last step is trained and evaluated; none is left on any way out."""
-    # Prefect would repeat each request for a minute while its server is away; who supervises cannot wait for that.
-    with temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}), get_client(sync_client=True) as client:
+    with _without_repeats(), get_client(sync_client=True) as client:
         launcher = PrefectLauncher(client, run.run_id, model_path, run.settings.environment())
         supervisor = Supervisor(run, placed, launcher, ProgressArtifact(run.run_id))
         state = "failed"
@@ -186,5 +185,11 @@ def report(run: RunContext, plan: ClusterPlan, tracker: Tracker) -> dict[str, An
     tracker.log({f"plan/measured_{name}": value for name, value in measured.items() if value is not None}, step=0)
     tracker.log_artifact(run.directory.summary)
     tracker.log_artifact(run.directory.curves)
-    show_summary(summary)
+    with _without_repeats() if summary["status"] == "cancelled" else nullcontext():
+        show_summary(summary)
     return summary
+
+
+def _without_repeats() -> AbstractContextManager[Any]:
+    """Prefect would repeat a request for a minute while its server is away; who supervises or leaves cannot wait."""
+    return temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0})
