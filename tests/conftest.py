@@ -43,8 +43,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.get_closest_marker("e2e") is not None)
 
 
-def _private_settings(place: Path, patch: pytest.MonkeyPatch) -> Settings:
-    """Settings of a private place, which child processes resolve to as well.
+def _private_settings(place: Path) -> Settings:
+    """Settings of a private place.
 
     Prepared models are shared with the repository's own home: they are checksummed, immutable, and take a minute to
     make.
@@ -54,32 +54,43 @@ def _private_settings(place: Path, patch: pytest.MonkeyPatch) -> Settings:
     models = REPOSITORY / ".hexflow" / "models"
     models.mkdir(parents=True, exist_ok=True)
     (home / "models").symlink_to(models)
-    private = Settings(home=home, runs=place / "runs", ledger_url=f"sqlite:///{home / 'ledger.db'}")
-    for name, value in private.environment().items():
+    return Settings(home=home, runs=place / "runs", ledger_url=f"sqlite:///{home / 'ledger.db'}")
+
+
+def _apply(settings: Settings, patch: pytest.MonkeyPatch) -> None:
+    """Child processes resolve to these settings as well."""
+    for name, value in settings.environment().items():
         patch.setenv(name, value)
-    return private
 
 
 @pytest.fixture
 def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Settings:
     """Settings of a place of the test's own."""
-    return _private_settings(tmp_path, monkeypatch)
+    private = _private_settings(tmp_path)
+    _apply(private, monkeypatch)
+    return private
 
 
-@pytest.fixture(scope="module")
-def stack_settings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Settings]:
-    """Settings under which the tests of a module share one local stack, which the first of them brings up.
+@pytest.fixture(scope="session")
+def _shared_settings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Settings]:
+    """The place of the one stack that tests share; it is an error if anything of it survives its end."""
+    shared = _private_settings(tmp_path_factory.mktemp("stack"))
+    yield shared
+    stack.down(shared)
 
-    The machine's first two cores are devices of two types, `fast` and `slow`. Whatever the tests leave of the stack is
-    ended, and it is an error if anything survives that.
+
+@pytest.fixture
+def stack_settings(_shared_settings: Settings, monkeypatch: pytest.MonkeyPatch) -> Settings:
+    """Settings under which all tests that need one share a local stack; the first of them brings it up.
+
+    The machine's first two cores are devices of two types, `fast` and `slow`. What was measured of them for one test is
+    known to the next.
     """
     first, second, *_ = sorted(os.sched_getaffinity(0))
-    with pytest.MonkeyPatch.context() as patch:
-        shared = _private_settings(tmp_path_factory.mktemp("stack"), patch)
-        patch.setenv("HEXFLOW_MACHINE", "tester")
-        patch.setenv("HEXFLOW_DEVICES", f"fast={first};slow={second}")
-        yield shared
-        stack.down(shared)
+    _apply(_shared_settings, monkeypatch)
+    monkeypatch.setenv("HEXFLOW_MACHINE", "tester")
+    monkeypatch.setenv("HEXFLOW_DEVICES", f"fast={first};slow={second}")
+    return _shared_settings
 
 
 @pytest.fixture
