@@ -430,7 +430,7 @@ def with_simulated_step(plan: ClusterPlan) -> ClusterPlan:
     """The plan with the step time that it reaches in a simulation, where one of `SHOWN_ANSWERS` says something.
 
     The planner reckons with means. A step waits for the longest of its answers, whose length varies from step to step,
-    and replicas that the gate keeps half empty are faster than full ones: by up to 6 % in benchmarks/README.md the two
+    and replicas that the gate keeps half empty are faster than full ones: by up to 7 % in benchmarks/README.md the two
     differ, where few prompts a step or little staleness leave no slack.
     """
     shown = shown_steps(plan.demand)
