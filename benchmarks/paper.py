@@ -200,6 +200,11 @@ def reproduce(devices: dict[str, DeviceType], ours: Rows, plans: Plans) -> None:
         plans[size]["h800 by two-phase"] = _two_phase(clusters[H800_24], model)
 
 
+def _digits(value: float) -> str:
+    """Three digits, and never fewer than all before the point."""
+    return f"{value:.3g}" if value < 1000 else f"{value:.0f}"
+
+
 def _token_prices(devices: dict[str, DeviceType], model: Model, reference: ClusterPlan) -> tuple[float, float]:
     """Price of a token on one type over the other, at the concurrency that a step of the reference plan allows."""
     serving, cost = ServingCost(model, DEMAND), TrainingCost(model, DEMAND, devices)
@@ -363,7 +368,7 @@ def main() -> None:
         print(f"{device.name}: training share {device.training_share:.4f}, serving share {device.serving_share:.4f}")
     print("\n| row | " + " | ".join(f"{s} paper | ours" for s in SIZES) + " |\n|---|" + "---|" * 6)
     for row, values in PUBLISHED.items():
-        print(f"| {row} | " + " | ".join(f"{values[s]:g} | {ours[row][s]:.3g}" for s in SIZES) + " |")
+        print(f"| {row} | " + " | ".join(f"{values[s]:g} | {_digits(ours[row][s])}" for s in SIZES) + " |")
     lines = verdicts(ours)
     print("\n" + "\n".join(lines))
     print("\nPlans (two-phase, blocking):")
