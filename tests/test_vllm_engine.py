@@ -12,8 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
+from planners.memory import CPU_KV_CACHE_BYTES, kv_bytes_per_token
+from planners.model import read_model
 from tasks.rollout.engine import Answer, Sampling
-from tasks.rollout.vllm_engine import VllmEngine, cut_into_segments
+from tasks.rollout.vllm_engine import CPU_BLOCK_TOKENS, VllmEngine, cut_into_segments
 
 VOCABULARY = 128
 PROMPT = [token % VOCABULARY for token in range(3, 3 + 7 * 40, 7)]
@@ -75,6 +77,7 @@ async def _live_through_swaps(weights: list[Path], cache_dir: Path, core: int) -
         (process,) = [child for child in psutil.Process().children() if "resource_tracker" not in str(child.cmdline())]
         threads = [int(task.name) for task in Path(f"/proc/{process.pid}/task").iterdir()]
         assert [os.sched_getaffinity(thread) for thread in threads] == [{core}] * len(threads)
+        _holds_what_the_planner_computes(engine, weights[0])
         await _stops_at_a_stop_token(engine, weights)
         await _continue_keeps_versions_per_token(engine, weights)
         await _restart_starts_answers_again(engine, weights)
@@ -85,6 +88,14 @@ async def _live_through_swaps(weights: list[Path], cache_dir: Path, core: int) -
     assert [(await answer).finish_reason for answer in running] == ["aborted"] * len(running)
     await engine.shutdown()
     assert not psutil.pid_exists(process.pid)
+
+
+def _holds_what_the_planner_computes(engine: VllmEngine, path: Path) -> None:
+    """The planner's key-value bytes per token give the capacity that vLLM itself reports."""
+    expected = CPU_KV_CACHE_BYTES / kv_bytes_per_token(read_model(path, element_bytes=4), tensor_ranks=1)
+    blocks = engine._llm.vllm_config.cache_config.num_gpu_blocks
+    assert blocks is not None
+    assert blocks * CPU_BLOCK_TOKENS == pytest.approx(expected, rel=0.01)
 
 
 async def _stops_at_a_stop_token(engine: VllmEngine, weights: list[Path]) -> None:
