@@ -100,11 +100,10 @@ def test_a_run_survives_kills_is_cancelled_without_a_server_and_completes_when_r
     # Long enough not to end by itself while the cancellation travels: a step takes a third of a second.
     run = Run(stack_settings, "train", str(EXPERIMENT), f"run.steps={STEPS}")
     run_id = run.run_id
-    until(lambda: ledger.progress(run_id).step >= 2, 300, "two steps")
+    until(lambda: ledger.progress(run_id).step >= 7, 300, "a checkpoint and one more step")
     os.killpg(actor(ledger, run_id, "replica").pid, signal.SIGKILL)
-    until(lambda: ledger.progress(run_id).step >= 7, 200, "steps of a second replica and a checkpoint")
     os.kill(actor(ledger, run_id, "trainer").pid, signal.SIGKILL)
-    until(lambda: ledger.progress(run_id).step >= 13, 200, "steps of a second trainer and a checkpoint")
+    until(lambda: ledger.progress(run_id).step >= 13, 300, "steps of second ones and a checkpoint")
     assert [actor(ledger, run_id, role).attempt for role in ("trainer", "replica")] == [2, 2]
 
     found = stack.find(stack_settings)
