@@ -129,7 +129,7 @@ def _cheapest_as_fast(
     """
     slack, is_free = min(SLACK, gap), problem.topology.usd_per_h == 0
     true_s = max(fastest.objective, _true_step_s(problem, fastest))  # the solver's tolerances lie in between
-    second = 0.0 if is_free else WORTH * _price(problem, fastest) / true_s
+    second = 0.0 if is_free else WORTH * price_of(problem, fastest) / true_s
     as_fast = Wish(wish.budget_usd_per_h, true_s * (1 + slack), is_free, second)
     allowed_s = _allowed_latency_s(problem, _shortest_body_s(problem, training, rollout, fastest.bound))
     allowed_s /= 1 if is_free else 1 + spread(problem.demand)[1]
@@ -142,7 +142,7 @@ def _cheapest_as_fast(
     return replace(fastest, training=cheap.training, replicas=cheap.replicas, sync=cheap.sync)
 
 
-def _price(problem: Problem, choice: Choice) -> float:
+def price_of(problem: Problem, choice: Choice) -> float:
     """USD per hour of the devices used."""
     types = problem.topology.types
     trains = sum(count * types[t].usd_per_h for (t, k), count in choice.training.uses.items() if k == 1)

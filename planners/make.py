@@ -18,7 +18,7 @@ from planners.columns import (
 )
 from planners.demand import Demand
 from planners.errors import UserError
-from planners.joint import solve_joint
+from planners.joint import price_of, solve_joint
 from planners.model import Model
 from planners.placement import Placed, place, with_real_step
 from planners.profile import DeviceProfile
@@ -276,7 +276,7 @@ def _cannot(
             return (
                 f"A budget of {wish.budget_usd_per_h:g} USD/h buys no plan: the cheapest is "
                 f"{_words(cheapest.training, cheapest.replicas)} for "
-                f"{math.ceil(100 * cheapest.objective) / 100:.2f} USD/h."
+                f"{math.ceil(100 * round(price_of(problem, cheapest), 6)) / 100:.2f} USD/h."
             )
         fastest = _solve_and_place(problem, training, rollout, Wish(), time_limit_s).placed
     except Infeasible:

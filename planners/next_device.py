@@ -57,7 +57,8 @@ def next_device_gains(
     before_s = _before_placement_s(demand, plan)
     gains = {}
     for kind, device in topology.types.items():
-        links = {frozenset((kind,)): min(topology.type_links.values(), default=1e9), **topology.type_links}
+        to_others = [speed for types, speed in topology.type_links.items() if kind in types]
+        links = {frozenset((kind,)): min(to_others, default=1e9), **topology.type_links}
         like = next(n for n in topology.nodes if n.type_name == kind)
         extra = replace(like, name="one-more", group="one-more", device=device, devices=1, host="", numbers=())
         grown = replace(topology, nodes=(*topology.nodes, extra), type_links=links)

@@ -35,7 +35,8 @@ class Section(BaseModel):
         """Pydantic takes `true` for 1."""
         for key, value in values.items() if isinstance(values, dict) else ():
             field = cls.model_fields.get(key)
-            if isinstance(value, bool) and field is not None and field.annotation is not bool:
+            given = value if isinstance(value, list) else [value]
+            if any(isinstance(item, bool) for item in given) and field is not None and field.annotation is not bool:
                 raise PydanticCustomError(_TRUTH, "{key}", {"key": key})
         return values
 
@@ -87,6 +88,8 @@ def parse_yaml(text: str) -> Any:
         raise ValueError(" ".join(str(error).split())) from None
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+    except AttributeError:  # of PyYAML, for a value marked as a time that is none
+        raise ValueError("a value is not of the type that it is marked with") from None
 
 
 def parse_section(kind: type[_Model], tree: Any, origin: str) -> _Model:

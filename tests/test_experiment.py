@@ -45,6 +45,8 @@ def test_overrides_change_single_values() -> None:
             "workload.response_lengths={kind: samples, tokns: [1]}",
             r"response_lengths.tokns' \(did you mean 'tokens'\?\)",
         ),
+        ("workload.response_lengths={kind: samples, tokens: [true, 5]}", "should not be true or false"),
+        ("run.name=!!timestamp x", "is not valid YAML: quote it"),
         ("workload.response_lengths={kind: samples, tokens: [0]}", "greater than or equal to 1"),
         (
             "workload.response_lengths={kind: samples, tokens: [17]}",

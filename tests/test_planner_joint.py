@@ -289,8 +289,10 @@ def test_a_budget_where_nothing_has_a_price_is_refused() -> None:
 
 
 def test_wishes_that_cannot_be_met_name_what_can() -> None:
-    with pytest.raises(UserError, match=r"cheapest is training on .* USD/h"):
+    with pytest.raises(UserError, match=r"cheapest is training on .* USD/h") as told:
         make_plan(HEX, SEVEN, PAPER, budget_usd_per_h=1)
+    price = float(str(told.value).split(" for ")[-1].removesuffix(" USD/h."))
+    assert make_plan(HEX, SEVEN, PAPER, budget_usd_per_h=price).usd_per_h == pytest.approx(price)
     with pytest.raises(UserError, match=r"the best is \d+(\.\d+)? tokens/s"):
         make_plan(HEX, SEVEN, PAPER, target_tokens_per_s=1e9)
     with pytest.raises(UserError, match="not both"):
