@@ -230,7 +230,7 @@ def _row(device: str, kind: str, part: str, errors: Array) -> dict[str, Any]:
 def main() -> None:
     """Print the table of errors and the constants that `planners.catalogue` carries."""
     parser = argparse.ArgumentParser(description="Fit and check the operator cost model.")
-    parser.add_argument("--data", type=Path, default=Path("../shared/data"), help="folder with aiconfigurator/, vidur/")
+    parser.add_argument("--data", type=Path, default=Path("data"), help="folder with aiconfigurator/, vidur/")
     parser.add_argument("--json", type=Path, help="write constants and errors here")
     arguments = parser.parse_args()
     if not (arguments.data / "aiconfigurator").is_dir():
