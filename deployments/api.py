@@ -4,13 +4,16 @@ Importing Prefect costs a command 3-5 s; these endpoints are its public REST API
 """
 
 import base64
+import http.client
 import json
 import os
 import re
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Mapping
 from typing import Any, cast
+from urllib.parse import unquote, urlsplit, urlunsplit
 
 from planners.errors import UserError
 
@@ -19,6 +22,9 @@ _RETRY_S = 0.5
 
 # The stack is on loopback, where a proxy named in the environment has no business.
 _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+NO_ANSWER = (OSError, ValueError, http.client.HTTPException)
+"""What `open_url` and reading its answer raise: nobody answers, it breaks off or is no HTTP, or the URL is none."""
 
 
 class Unreachable(Exception):
@@ -34,12 +40,34 @@ def without_password(url: str) -> str:
     return re.sub(r"//[^@/]*@", "//…@", url)
 
 
+def open_url(
+    url: str,
+    deadline_s: float,
+    *,
+    data: bytes | None = None,
+    headers: Mapping[str, str] | None = None,
+    method: str = "GET",
+) -> http.client.HTTPResponse:
+    """Open a URL; a user and password in it are sent as the clients of Prefect and MLflow send them.
+
+    Raises:
+        OSError, ValueError, http.client.HTTPException: see `NO_ANSWER`.
+    """
+    parts = urlsplit(url)
+    user, _, host = parts.netloc.rpartition("@")
+    sent = dict(headers or {})
+    if user:
+        sent.setdefault("Authorization", _basic(unquote(user)))
+    request = urllib.request.Request(urlunsplit(parts._replace(netloc=host)), data, sent, method=method)
+    return cast(http.client.HTTPResponse, _DIRECT.open(request, timeout=deadline_s))
+
+
 def answers(url: str, deadline_s: float = 2.0) -> bool:
     """Whether an HTTP server answers `url` with success."""
     try:
-        with _DIRECT.open(url, timeout=deadline_s):
+        with open_url(url, deadline_s):
             return True
-    except (OSError, ValueError):
+    except NO_ANSWER:
         return False
 
 
@@ -69,10 +97,16 @@ class PrefectApi:
             time.sleep(_RETRY_S)
 
     def _call_once(self, method: str, path: str, body: Json | None, deadline_s: float) -> Any:
-        data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(f"{self.url}{path}", data, _headers(), method=method)
         try:
-            with _DIRECT.open(request, timeout=deadline_s) as answer:
+            return self._answer(method, path, body, deadline_s)
+        except NO_ANSWER as error:
+            where = without_password(self.url)
+            raise Unreachable(f"No answer from the Prefect server at {where}, or none it would give: {error}") from None
+
+    def _answer(self, method: str, path: str, body: Json | None, deadline_s: float) -> Any:
+        data = None if body is None else json.dumps(body).encode()
+        try:
+            with open_url(f"{self.url}{path}", deadline_s, data=data, headers=_headers(), method=method) as answer:
                 content = answer.read()
         except urllib.error.HTTPError as error:
             reason = _reason(error.read().decode(errors="replace"))
@@ -81,8 +115,6 @@ class PrefectApi:
             if error.code >= 500:
                 raise Unreachable(f"The Prefect server failed with {error.code}: {reason}") from None
             raise UserError(f"The Prefect server refused {method} {path} ({error.code}): {reason}") from None
-        except OSError as error:
-            raise Unreachable(f"No answer from the Prefect server at {self.url}: {error}") from None
         return json.loads(content) if content else None
 
     def healthy(self) -> bool:
@@ -144,5 +176,9 @@ def _headers() -> dict[str, str]:
     if key := os.environ.get("PREFECT_API_KEY"):
         headers["Authorization"] = f"Bearer {key}"
     elif pair := os.environ.get("PREFECT_API_AUTH_STRING"):
-        headers["Authorization"] = f"Basic {base64.b64encode(pair.encode()).decode()}"
+        headers["Authorization"] = _basic(pair)
     return headers
+
+
+def _basic(pair: str) -> str:
+    return f"Basic {base64.b64encode(pair.encode()).decode()}"

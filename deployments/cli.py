@@ -331,6 +331,7 @@ def _console() -> "Console":
 
 def _bring_up(settings: "Settings", console: "Console") -> "Stack":
     from deployments import stack
+    from deployments.api import without_password
 
     try:
         found = stack.up(settings, lambda line: console.print(line, soft_wrap=True, markup=False))
@@ -338,7 +339,7 @@ def _bring_up(settings: "Settings", console: "Console") -> "Stack":
         console.print("Interrupted; what has started runs on. `hexflow down` ends it.")
         raise typer.Exit(CANCELLED) from None
     console.print(f"Prefect: {found.prefect_page}", soft_wrap=True)
-    console.print(f"MLflow:  {found.mlflow_url}", soft_wrap=True)
+    console.print(f"MLflow:  {without_password(found.mlflow_url)}", soft_wrap=True)
     return found
 
 
@@ -380,10 +381,11 @@ def _started() -> Iterator[None]:
 
 
 def _follow(settings: "Settings", api: Any, flow_run_id: str, console: "Console") -> dict[str, Any]:
+    from deployments.api import without_password
     from deployments.follow import Follower
     from tasks.exchange.ledger import Ledger
 
-    page = f"{api.url.removesuffix('/api')}/runs/flow-run/{flow_run_id}"
+    page = f"{without_password(api.url).removesuffix('/api')}/runs/flow-run/{flow_run_id}"
     console.print(f"Flow run: {page}", soft_wrap=True)
     return Follower(api, Ledger(settings.ledger_url), flow_run_id, console).follow()
 

@@ -16,12 +16,11 @@ import sys
 import sysconfig
 import tempfile
 import urllib.error
-import urllib.request
 from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 
-from deployments.api import answers, without_password
+from deployments.api import NO_ANSWER, answers, open_url, without_password
 from deployments.findings import Finding, Verdict, show
 from deployments.terminal import tolerate_encodings
 from planners.errors import UserError
@@ -381,13 +380,13 @@ def check_server(
             return Finding(name, Verdict.FAIL, f"{shown} is no URL", "write http:// or https:// before it")
         return Finding(name, Verdict.OK, f"{shown} (no server)")
     try:
-        with urllib.request.urlopen(url.rstrip("/") + path, timeout=ANSWER_DEADLINE_S) as answer:
+        with open_url(url.rstrip("/") + path, ANSWER_DEADLINE_S) as answer:
             version = answer.read(200).decode(errors="replace").strip().strip('"')
     except urllib.error.HTTPError as error:
         if error.code not in (401, 403):
             return Finding(name, Verdict.FAIL, f"{shown} answers {error}", "correct the variable that names it")
         return Finding(name, Verdict.WARN, f"{shown} wants credentials", f"make sure that it is {client_version}, too")
-    except (OSError, ValueError) as error:
+    except NO_ANSWER as error:
         return Finding(
             name, Verdict.FAIL, f"{shown} does not answer: {error}", "start it, or unset the variable that names it"
         )

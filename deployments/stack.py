@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 from filelock import BaseFileLock, FileLock, Timeout
 
 from deployments import servers, setup
-from deployments.api import PrefectApi, Unreachable, answers
+from deployments.api import PrefectApi, Unreachable, answers, without_password
 from deployments.servers import HOST, Member, StackState
 from deployments.versions import local_versions
 from deployments.worker import worker_name
@@ -52,7 +52,7 @@ class Stack:
     @property
     def prefect_page(self) -> str:
         """The Prefect UI."""
-        return self.prefect_url.removesuffix("/api")
+        return without_password(self.prefect_url.removesuffix("/api"))
 
 
 def up(settings: Settings, say: Say = print) -> Stack:
@@ -219,8 +219,8 @@ def _wanted_state(settings: Settings, machine: Machine) -> StackState:
     if known and alive and (changed := [key for key in identity if identity[key] != known.identity.get(key)]):
         key = changed[0]
         raise UserError(
-            f"A stack with another {key} runs ({known.identity.get(key)}, now {identity[key]}): run `hexflow down` "
-            "first, or go back to its settings."
+            f"A stack with another {key} runs ({without_password(known.identity.get(key, 'none'))}, now "
+            f"{without_password(identity[key])}): run `hexflow down` first, or go back to its settings."
         )
     own_urls = known.own_urls if known else {}
     # What was deployed on a server of somebody else's says nothing of our own.
@@ -298,11 +298,13 @@ def _health_urls(state: StackState) -> dict[str, str]:
 
 def _require_named_servers(state: StackState, own: list[str]) -> None:
     if PREFECT not in own and not state.prefect_url.startswith(("http://", "https://")):
-        raise UserError(f"PREFECT_API_URL is {state.prefect_url}: write http:// or https:// before it, or unset it.")
+        shown = without_password(state.prefect_url)
+        raise UserError(f"PREFECT_API_URL is {shown}: write http:// or https:// before it, or unset it.")
     for name, url in _health_urls(state).items():
         if name not in own and url.startswith("http") and not answers(url, deadline_s=10.0):
             variable = "PREFECT_API_URL" if name == PREFECT else "MLFLOW_TRACKING_URI"
-            raise UserError(f"{variable} is set, but {url} does not answer: start that server, or unset {variable}.")
+            shown = without_password(url)
+            raise UserError(f"{variable} is set, but {shown} does not answer: start that server, or unset {variable}.")
 
 
 def _wait_for_servers(state: StackState, own: list[str], say: Say) -> None:

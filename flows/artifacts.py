@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -54,7 +55,7 @@ def name_flow_run(run: RunContext) -> None:
 @_shown("the link to MLflow")
 def show_tracking(tracker: Tracker) -> None:
     """Link to the MLflow run, where there is one with a page."""
-    uri = os.environ.get("MLFLOW_TRACKING_URI", "")
+    uri = re.sub(r"//[^@/]*@", "//", os.environ.get("MLFLOW_TRACKING_URI", ""))  # whoever reads it signs in as himself
     if tracker.run_id and uri.startswith("http"):
         create_link_artifact(
             link=f"{uri}/#/experiments/{tracker.experiment_id}/runs/{tracker.run_id}",
