@@ -4,12 +4,14 @@ Heartbeats are the truth: a flow run that Prefect calls Running may be dead, and
 asked to start and to cancel, so while its server is away the run goes on and only new starts wait.
 """
 
+import logging
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import psutil
+from sqlalchemy.exc import SQLAlchemyError
 
 from flows.context import RunContext
 from planners.plan import Placement, Placements
@@ -20,6 +22,7 @@ from tasks.training.checkpoints import latest_checkpoint
 
 _POLL_S = 1.0
 _KILL_GRACE_S = 1.0
+_log = logging.getLogger(__name__)
 ROLES = {"train": "trainer", "rollout": "replica"}
 """Role in the ledger of each role of a placement."""
 
@@ -101,7 +104,7 @@ class Supervisor:
         """End every actor of a run that is over.
 
         They leave by themselves within seconds of the ledger saying so. After `patience_s` their flow runs are
-        cancelled as well; after `deadline_s` what is left is fenced, and killed on this machine.
+        cancelled as well; after `deadline_s` what is left is killed on this machine, and fenced.
 
         Raises:
             RunFailed: an actor on another machine was still there at the deadline.
@@ -120,13 +123,22 @@ class Supervisor:
 
     def _give_up(self, children: list[_Child]) -> None:
         actors = [actor for actor in self._actors().values() if actor.role != "supervisor"]
-        for actor in actors:
-            self._run.ledger.fence(self._run.run_id, actor.role, actor.slot)
-        self._kill(actors)
+        try:
+            self._kill(actors)  # first: a ledger that takes no writes, as on a full disk, must keep nobody alive
+        finally:
+            for actor in actors:
+                self._try_to_fence(actor)
         away = [child.placement for child in children if child.placement.machine != self._machine]
         if away:
             named = ", ".join(f"{placement.role} {placement.slot} on {placement.machine}" for placement in away)
             raise RunFailed(f"{named} did not end: stop the worker there with `hexflow down`.")
+
+    def _try_to_fence(self, actor: ActorRow) -> None:
+        """Each for itself; where the ledger takes none, a resume does it, which fences all that it finds."""
+        try:
+            self._run.ledger.fence(self._run.run_id, actor.role, actor.slot)
+        except SQLAlchemyError as error:
+            _log.warning("%s %d could not be fenced: %s", actor.role, actor.slot, error)
 
     def _kill(self, actors: Iterable[ActorRow]) -> None:
         """End the processes on this machine of actors that were at work when these rows were read."""

@@ -326,6 +326,27 @@ def test_what_does_not_leave_is_fenced_and_killed(tmp_path: Path, hung: ProcessG
     assert states == {"supervisor": "starting", "trainer": "fenced", "replica": "fenced"}
 
 
+@pytest.mark.usefixtures("_own_sigterm")
+def test_a_full_disk_keeps_no_actor_alive(tmp_path: Path, hung: ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, launcher = make(tmp_path)
+    launcher.is_away, launcher.pids = True, {"rollout-2": hung.pid}
+    supervisor = Supervisor(run, PLACED, launcher, lambda progress: finish_run(launcher))
+    supervisor.run()
+    asked: list[str] = []
+
+    def refuse(run_id: str, what: str, *_: object) -> None:
+        asked.append(what)
+        raise OperationalError("", {}, Exception("database or disk is full"))
+
+    monkeypatch.setattr(run.ledger, "set_run_state", refuse)
+    monkeypatch.setattr(run.ledger, "fence", refuse)
+    monkeypatch.setattr(running, "_CANCEL_S", (0.0, 0.1))
+    with pytest.raises(OperationalError):
+        running.leave(run, supervisor, "failed")
+    assert not group_alive(hung.pid)
+    assert asked == ["failed", "replica", "trainer"], "one that could not be fenced hindered the next"
+
+
 class Leaving(Supervisor):
     """A supervisor whose actors take their leave while `interruption` happens."""
 
