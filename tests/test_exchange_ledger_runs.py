@@ -37,6 +37,20 @@ def test_a_cancellation_belongs_to_a_flow_run(ledger: Ledger) -> None:
     assert not ledger.is_to_cancel("flow-2")
 
 
+def test_a_retry_of_a_cancelled_flow_run_is_not_cancelled_again(ledger: Ledger) -> None:
+    """But one that takes up a run for the first time may have been asked to end before it did so."""
+    ledger.create_run("other", 1, 0, 1, 1, flow_run_id="flow-1")
+    for flow_run_id in ("flow-1", "flow-2"):
+        ledger.ask_to_cancel(flow_run_id)
+    ledger.set_run_state("other", "cancelled")
+    ledger.reopen_run("other", "flow-1")
+    assert not ledger.is_to_cancel("flow-1")
+    ledger.reopen_run("other", "flow-2")
+    assert ledger.is_to_cancel("flow-2")
+    with pytest.raises(UserError, match="knows no run missing"):
+        ledger.reopen_run("missing", None)
+
+
 def test_an_unknown_run_is_a_clear_error(ledger: Ledger) -> None:
     with pytest.raises(UserError, match="knows no run missing"):
         ledger.register("missing", "trainer", 0, pid=1, machine="here")

@@ -1,6 +1,6 @@
 """The ledger's runs, plan epochs and machines."""
 
-from sqlalchemy import func, insert, select, update
+from sqlalchemy import delete, func, insert, select, update
 
 from planners.errors import UserError
 from tasks.exchange.database import Database, now_s
@@ -71,9 +71,14 @@ class Runs(Database):
             connection.execute(update(runs).where(runs.c.run_id == run_id).values(state=state))
 
     def reopen_run(self, run_id: str, flow_run_id: str | None) -> None:
-        """Say that an unfinished run is running again, now under another Prefect flow run."""
+        """Say that an unfinished run is running again, under another Prefect flow run or a retry of its own.
+
+        A retry is the newer word: what was asked of its flow run before is forgotten. What was asked of another flow
+        run holds, since that may have been told to end before it came here.
+        """
         with self.write(run_id) as connection:
-            run_of(connection, run_id)
+            if run_of(connection, run_id).flow_run_id == flow_run_id:
+                connection.execute(delete(cancellations).where(cancellations.c.flow_run_id == flow_run_id))
             values = {"state": "running", "flow_run_id": flow_run_id}
             connection.execute(update(runs).where(runs.c.run_id == run_id).values(**values))
 
