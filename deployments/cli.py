@@ -355,7 +355,7 @@ def _run_and_follow(settings: "Settings", parameters: dict[str, Any]) -> None:
     flow_run_id = api.create_flow_run("rl/rl", parameters)
     with _started():
         state = _follow(settings, api, flow_run_id, console)
-    run = ledger.find_run(flow_run_id=flow_run_id)
+        run = ledger.find_run(flow_run_id=flow_run_id)
     if run is not None:
         console.print(f"run {run.run_id}: {state['name'].lower()}", soft_wrap=True)
         if summary := read_summary(settings, run.run_id):
@@ -369,15 +369,21 @@ def _run_and_follow(settings: "Settings", parameters: dict[str, Any]) -> None:
 @contextmanager
 def _started() -> Iterator[None]:
     """What goes wrong in here does so after the flow run was created: the exit status must not say that none was."""
+    from sqlalchemy.exc import SQLAlchemyError
+
     from deployments.api import Unreachable
+    from tasks.exchange.database import cause_of
 
     try:
         yield
     except (Unreachable, UserError) as error:
-        _complain(
-            f"{str(error).rstrip('.')}. The run may go on: see `hexflow status`; `hexflow up` starts a lost server."
-        )
-        raise typer.Exit(FAILED) from None
+        cause = str(error).rstrip(".")
+    except SQLAlchemyError as error:
+        cause = f"The ledger failed: {cause_of(error)}"
+    else:
+        return
+    _complain(f"{cause}. The run may go on: see `hexflow status`; `hexflow up` starts a lost server.")
+    raise typer.Exit(FAILED)
 
 
 def _follow(settings: "Settings", api: Any, flow_run_id: str, console: "Console") -> dict[str, Any]:
@@ -423,6 +429,15 @@ def main() -> None:
         if error.errno not in _DISK_ERRORS:
             raise
         sys.exit(_complain(f"{error.filename or 'A file'} cannot be {_DISK_ERRORS[error.errno]}."))
+    except Exception as error:
+        # Imported only now: the quick commands do without.
+        from sqlalchemy.exc import SQLAlchemyError
+
+        from tasks.exchange.database import cause_of
+
+        if not isinstance(error, SQLAlchemyError):
+            raise
+        sys.exit(_complain(f"The ledger failed: {cause_of(error)}. Mend its disk or its server (HEXFLOW_LEDGER_URL)."))
 
 
 def _complain(message: str) -> int:

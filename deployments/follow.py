@@ -13,8 +13,10 @@ from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
+from sqlalchemy.exc import SQLAlchemyError
 
 from deployments.api import Json, PrefectApi, Unreachable
+from tasks.exchange.database import cause_of
 from tasks.exchange.fence import ACTIVE
 from tasks.exchange.rows import ActorRow, Progress, RunRow, SpanRow, StepRow
 
@@ -186,6 +188,7 @@ class Follower:
         self._live = Live(console=console, refresh_per_second=4) if console.is_terminal else None
         self._started = time.monotonic()
         self._state: Json = {"type": "SCHEDULED", "name": "Scheduled", "message": ""}
+        self._view = View(self._state["name"])
         self._printed_step: int | None = None
         self._printed_line = ""
         self._notice = ""
@@ -203,16 +206,16 @@ class Follower:
             except KeyboardInterrupt:
                 self._announce("Cancelling, which takes up to 3 minutes. Ctrl-C again leaves it to end by itself.")
             try:
-                self._books.ask_to_cancel(self._flow_run_id)
+                self._ask_ledger_to_cancel()
                 return self._watch(time.monotonic() + CANCEL_DEADLINE_S)
             except KeyboardInterrupt:
                 return {**self._state, "message": "It is left to end by itself: see `hexflow status`."}
 
     def _watch(self, deadline: float | None) -> Json:
-        """Until the flow run ends; with a deadline it is being cancelled, by the ledger's word already."""
+        """Until the flow run ends; with a deadline it is being cancelled, which the ledger was asked for already."""
         while True:
             answered = self._ask_prefect(is_cancelling=deadline is not None)
-            view = look(self._books, self._flow_run_id, self._state["name"])
+            view = self._look()
             self._show(view)
             if self._state["type"] in FINAL:
                 return self._state
@@ -225,6 +228,21 @@ class Follower:
             if not self._picked_up and time.monotonic() - self._started > PICKUP_DEADLINE_S:
                 return self._give_up()
             time.sleep(POLL_S)
+
+    def _ask_ledger_to_cancel(self) -> None:
+        """Where it takes no request, as on a full disk, what Prefect is told must do."""
+        try:
+            self._books.ask_to_cancel(self._flow_run_id)
+        except SQLAlchemyError as error:
+            self._announce(f"The ledger did not take the cancellation, which is left to Prefect: {cause_of(error)}.")
+
+    def _look(self) -> View:
+        """The run as the ledger has it now; while that cannot be read, as it was seen last."""
+        try:
+            self._view = look(self._books, self._flow_run_id, self._state["name"])
+        except SQLAlchemyError as error:
+            self._announce(f"The ledger cannot be read: {cause_of(error)}.")
+        return self._view
 
     def _ask_prefect(self, is_cancelling: bool) -> bool:
         """Whether the server answered; one that is away does not stop the run, nor the one who watches it."""

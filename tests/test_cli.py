@@ -3,6 +3,7 @@
 import errno
 import io
 import os
+import sqlite3
 import subprocess
 import sys
 from collections.abc import Callable
@@ -15,6 +16,7 @@ import pytest
 import typer
 from rich.console import Console
 from sqlalchemy import update
+from sqlalchemy.exc import OperationalError
 
 from deployments import api, cli, follow, stack
 from deployments.api import Json, PrefectApi, Unreachable
@@ -265,6 +267,45 @@ def test_a_second_ctrl_c_leaves() -> None:
     assert "left to end by itself" in shown.follow()["message"]
 
 
+FULL = OperationalError("INSERT", {}, sqlite3.OperationalError("database or disk is full"))
+
+
+class FullBooks(FakeBooks):
+    """A ledger that takes no cancellation, and whose first `unread` looks fail."""
+
+    def __init__(self, unread: int, *views: View) -> None:
+        super().__init__(*views)
+        self._unread = unread
+
+    def find_run(self, *, run_id: str | None = None, flow_run_id: str | None = None) -> RunRow | None:
+        self._unread -= 1
+        if self._unread >= 0:
+            raise FULL
+        return super().find_run(run_id=run_id, flow_run_id=flow_run_id)
+
+    def ask_to_cancel(self, flow_run_id: str) -> None:
+        raise FULL
+
+
+def test_ctrl_c_is_told_to_prefect_although_the_ledger_takes_nothing() -> None:
+    api, out = FakeApi("RUNNING"), io.StringIO()
+    interrupt_at(api, 2)
+    shown = Follower(api, FullBooks(0, View("Running")), "flow-1", Console(file=out))
+    assert shown.follow()["type"] == "CANCELLED"
+    assert api.proposed == ["CANCELLING"]
+    (line,) = [line for line in out.getvalue().splitlines() if "disk is full" in line]
+    assert line == "The ledger did not take the cancellation, which is left to Prefect: database or disk is full."
+
+
+def test_a_ledger_that_cannot_be_read_does_not_end_the_watch() -> None:
+    out = io.StringIO()
+    books = FullBooks(2, a_view(STEPS[:1]), a_view(STEPS))
+    api = FakeApi("RUNNING", "RUNNING", "RUNNING", "RUNNING", "COMPLETED")
+    assert Follower(api, books, "flow-1", Console(file=out)).follow()["type"] == "COMPLETED"
+    assert out.getvalue().count("The ledger cannot be read: database or disk is full.") == 1
+    assert "step 2/4" in out.getvalue()
+
+
 def test_a_cancellation_that_hangs_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(follow, "CANCEL_DEADLINE_S", 0.0)
     api = FakeApi("RUNNING")
@@ -297,9 +338,20 @@ def test_exit_status_tells_the_truth(state: str, status: int) -> None:
     assert ("because" in out.getvalue()) == (state != "COMPLETED")
 
 
-@pytest.mark.parametrize("error", [Unreachable("No answer from the server"), UserError("The server refused it.")])
+@pytest.mark.parametrize(
+    ("error", "cause"),
+    [
+        (Unreachable("No answer from the server"), "No answer from the server"),
+        (UserError("The server refused it."), "The server refused it"),
+        (FULL, "The ledger failed: database or disk is full"),
+    ],
+)
 def test_a_run_lost_from_sight_was_started_all_the_same(
-    error: Exception, settings: Settings, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    error: Exception,
+    cause: str,
+    settings: Settings,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Exit status 2 would say that nothing was started; and the cursor, hidden by the live display, must come back."""
 
@@ -322,7 +374,7 @@ def test_a_run_lost_from_sight_was_started_all_the_same(
         cli._run_and_follow(settings, {})
     assert left.value.exit_code == 1
     said = capsys.readouterr().err
-    assert said.startswith(f"hexflow: {str(error).rstrip('.')}. ")
+    assert said.startswith(f"hexflow: {cause}. ")
     assert "hexflow status" in said
     assert out.getvalue().rfind("\x1b[?25h") > out.getvalue().rfind("\x1b[?25l") >= 0
 
@@ -506,6 +558,21 @@ def run_hexflow(directory: Path, *arguments: str) -> subprocess.CompletedProcess
         timeout=60,
         check=False,
     )
+
+
+def test_a_ledger_that_fails_under_a_command_is_one_line(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: object) -> None:
+        raise FULL
+
+    Ledger(settings.ledger_url).close()
+    monkeypatch.setattr(Ledger, "list_runs", fail)
+    monkeypatch.setattr(sys, "argv", ["hexflow", "runs"])
+    with pytest.raises(SystemExit) as left:
+        cli.main()
+    assert left.value.code == 2
+    assert capsys.readouterr().err.startswith("hexflow: The ledger failed: database or disk is full. ")
 
 
 def test_the_command_line_starts_without_the_heavy_packages() -> None:

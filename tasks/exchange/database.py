@@ -125,6 +125,11 @@ def require_usable(url: str) -> None:
     _require_version(found, place)
 
 
+def cause_of(error: Exception) -> str:
+    """What the database itself says, in one line without a full stop; SQLAlchemy adds the statement and a link."""
+    return str(getattr(error, "orig", None) or error).splitlines()[0].rstrip(".")
+
+
 @contextmanager
 def _explained(place: URL) -> Iterator[None]:
     """What the database and its driver refuse in here is a person's to mend."""
@@ -137,10 +142,9 @@ def _explained(place: URL) -> Iterator[None]:
             "`pip install 'psycopg[binary]'` in hexflow's environment."
         ) from None
     except (SQLAlchemyError, sqlite3.Error, OSError) as error:
-        cause = str(getattr(error, "orig", None) or error).splitlines()[0].rstrip(".")
         raise UserError(
-            f"The ledger {shown} cannot be opened: {cause}. Start its server or mend its place, or name another with "
-            "HEXFLOW_LEDGER_URL."
+            f"The ledger {shown} cannot be opened: {cause_of(error)}. Start its server or mend its place, or name "
+            "another with HEXFLOW_LEDGER_URL."
         ) from error
 
 
