@@ -13,10 +13,21 @@ from tasks.processes import ProcessGroup, device_environment
 from tasks.settings import load_settings
 
 
-def is_over(run_id: str) -> bool:
-    """Whether the run has ended while this flow run waited in its queue; nobody would cancel it any more."""
-    run = Ledger(load_settings().ledger_url).find_run(run_id=run_id)
-    return run is None or run.state != "running"
+def is_too_late(run_id: str, supervisor: int) -> bool:
+    """Whether nobody waits for this flow run any more, which may have been in its queue for long.
+
+    The run has ended, or it goes on under another supervisor than the one that started this: that has actors of its
+    own, which this one would fence, and would not cancel it.
+
+    Args:
+        run_id: the run.
+        supervisor: attempt of the supervisor that started this flow run.
+    """
+    ledger = Ledger(load_settings().ledger_url)
+    run = ledger.find_run(run_id=run_id)
+    if run is None or run.state != "running":
+        return True
+    return all(actor.attempt != supervisor for actor in ledger.actors(run_id) if actor.role == "supervisor")
 
 
 @contextmanager

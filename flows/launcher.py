@@ -15,6 +15,7 @@ from prefect.states import Cancelling
 
 from flows.supervisor import RunFailed
 from planners.plan import Placement
+from tasks.exchange.ledger import Actor
 
 _WORKER_DEADLINE_S = 60.0
 _SERVER_DEADLINE_S = 600.0
@@ -26,9 +27,12 @@ _log = logging.getLogger(__name__)
 class PrefectLauncher:
     """Launches through the Prefect server; keeps what it last heard of each flow run while the server is away."""
 
-    def __init__(self, client: SyncPrefectClient, run_id: str, model_path: str, environment: Mapping[str, str]) -> None:
+    def __init__(
+        self, client: SyncPrefectClient, supervisor: Actor, model_path: str, environment: Mapping[str, str]
+    ) -> None:
         self._client = client
-        self._run_id = run_id
+        self._run_id = supervisor.run_id
+        self._supervisor = supervisor.attempt
         self._model_path = model_path
         self._environment = dict(environment)
         self._ended: dict[str, tuple[float, bool]] = {}
@@ -60,6 +64,7 @@ class PrefectLauncher:
             "run_id": self._run_id,
             "model_path": self._model_path,
             "placement": placement.model_dump(mode="json"),
+            "supervisor": self._supervisor,
         }
         if placement.role == "train":
             parameters["resume_step"] = resume_step

@@ -149,7 +149,7 @@ def require_free(placed: Placements, settings: Settings) -> None:
 def train_and_roll_out(run: RunContext, placed: Placements, model_path: str) -> None:
     """Run the plan's actors until the last step is trained and evaluated; none is left on any way out."""
     with _without_repeats(), get_client(sync_client=True) as client:
-        launcher = PrefectLauncher(client, run.run_id, model_path, run.settings.environment())
+        launcher = PrefectLauncher(client, run.supervisor, model_path, run.settings.environment())
         supervisor = Supervisor(run, placed, launcher, ProgressArtifact(run.run_id))
         state = "failed"
         try:

@@ -5,22 +5,23 @@ from pathlib import Path
 
 from prefect import flow
 
-from flows.children import is_over, on_devices, run_until_it_ends
+from flows.children import is_too_late, on_devices, run_until_it_ends
 from planners.plan import Placement
 from tasks.exchange.layout import RunDirectory
 from tasks.settings import load_settings
 
 
 @flow(name="rollout", flow_run_name="rollout-{run_id}-{placement.slot}")
-def rollout(run_id: str, model_path: str, placement: Placement) -> None:
+def rollout(run_id: str, model_path: str, placement: Placement, supervisor: int) -> None:
     """Serve one rollout replica.
 
     Args:
         run_id: Run that the replica joins.
         model_path: Prepared model directory.
         placement: Devices and concurrency, as the plan has them.
+        supervisor: Attempt of the supervisor that starts it; it leaves where the run has another.
     """
-    if is_over(run_id):
+    if is_too_late(run_id, supervisor):
         return
     log = RunDirectory(load_settings().runs / run_id).logs / f"replica-{placement.slot}.log"
     argv = [sys.executable, "-m", "tasks.rollout.worker", "--run", run_id]

@@ -1,5 +1,6 @@
 """The supervisor against a real ledger and a hand-written launcher: completion, restarts, budgets, stalls, endings."""
 
+import inspect
 import json
 import os
 import signal
@@ -13,6 +14,7 @@ from uuid import UUID, uuid4
 import httpx
 import pytest
 from prefect.client.orchestration import SyncPrefectClient
+from prefect.client.schemas.objects import WorkerStatus
 from prefect.exceptions import TerminationSignal
 from prefect.states import State
 from sqlalchemy.exc import OperationalError
@@ -308,7 +310,7 @@ class BusyServer:
 def test_a_flow_run_is_told_once_to_cancel() -> None:
     """Told twice, its worker would interrupt what it does to end."""
     server = BusyServer()
-    launcher = PrefectLauncher(cast(SyncPrefectClient, server), RUN, "model", {})
+    launcher = PrefectLauncher(cast(SyncPrefectClient, server), Actor(RUN, "supervisor", 0, 1), "model", {})
     flow_run_id = str(uuid4())
     for heard in (0, 1, 1):
         launcher.cancel(flow_run_id)
@@ -413,16 +415,56 @@ def test_a_run_that_is_cancelled_before_it_is_tracked_is_closed(
     assert [actor.state for actor in run.ledger.actors(RUN)] == ["done"]
 
 
+@pytest.fixture
+def hold(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Who came as far as to ask for its devices, which ends it here."""
+    held: list[str] = []
+
+    def note(kind: str, devices: object, holder: str, *_: object) -> None:
+        held.append(holder)
+        raise RuntimeError(holder)
+
+    monkeypatch.setattr("flows.children.hold_devices", note)
+    return held
+
+
 @pytest.mark.parametrize("start", [train.fn, rollout.fn])
-def test_a_run_that_is_over_gets_no_actor(
-    start: Callable[..., None], settings: Settings, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_is_over_gets_no_actor(start: Callable[..., None], settings: Settings, hold: list[str]) -> None:
     """Its flow run may have waited in the queue until the server was back."""
     run = open_run(Experiment(), None, None)
     run.ledger.set_run_state(run.run_id, "cancelled")
+    start(run.run_id, "model", PLACED.training, run.supervisor.attempt)
+    assert not hold
 
-    def refuse(*_: object) -> None:
-        raise AssertionError("an actor was started")
 
-    monkeypatch.setattr("flows.children.hold_devices", refuse)
-    start(run.run_id, "model", PLACED.training)
+@pytest.mark.parametrize("start", [train.fn, rollout.fn])
+def test_a_late_flow_run_does_not_get_into_the_resumed_run(
+    start: Callable[..., None], settings: Settings, hold: list[str]
+) -> None:
+    """It would fence the actor that the run has now."""
+    cancelled = open_run(Experiment(), None, "flow-1")
+    cancelled.ledger.set_run_state(cancelled.run_id, "cancelled")
+    cancelled.ledger.finish(cancelled.supervisor, "done")
+    resumed = open_run(Experiment(), cancelled.run_id, "flow-2")
+    start(resumed.run_id, "model", PLACED.training, cancelled.supervisor.attempt)
+    assert not hold
+    with pytest.raises(RuntimeError, match=resumed.run_id):
+        start(resumed.run_id, "model", PLACED.training, resumed.supervisor.attempt)
+
+
+def test_the_launcher_names_its_supervisor(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[str, Any] = {}
+
+    def run_deployment(name: str, **options: Any) -> SimpleNamespace:
+        asked.update(options["parameters"], name=name)
+        return SimpleNamespace(id=uuid4())
+
+    online = SimpleNamespace(read_workers_for_work_pool=lambda pool: [SimpleNamespace(status=WorkerStatus.ONLINE)])
+    monkeypatch.setattr("flows.launcher.run_deployment", run_deployment)
+    launcher = PrefectLauncher(cast(SyncPrefectClient, online), Actor(RUN, "supervisor", 0, 7), "model", {})
+    for placed, flow in ((PLACED.training, train), (PLACED.replicas[0], rollout)):
+        asked.clear()
+        launcher.start(placed, None)
+        assert asked.pop("name") == f"{placed.role}/cpu"
+        assert (asked["run_id"], asked["supervisor"]) == (RUN, 7)
+        assert set(asked) == set(inspect.signature(flow.fn).parameters)
