@@ -81,6 +81,17 @@ def ending(view: View) -> Json | None:
     return {"type": view.run.state.upper(), "name": view.run.state.capitalize(), "message": message}
 
 
+def outcome(state: Json, view: View) -> Json | None:
+    """How the run ended, None while it goes on: as its flow run did, unless that was cancelled when it was complete.
+
+    Prefect lets no flow run that it was told to cancel end as completed; without its worker it stays Cancelling.
+    """
+    is_complete = view.run is not None and view.run.state == "completed"
+    if is_complete and (state["type"] == "CANCELLED" or (state["type"] == "CANCELLING" and ending(view))):
+        return {"type": "COMPLETED", "name": "Completed", "message": "It was complete before it could be cancelled."}
+    return state if state["type"] in FINAL else None
+
+
 def describe_step(view: View, row: StepRow) -> str:
     """One line for a finished step: `step 3/40  reward 0.125  …`."""
     figures = [f"step {row.step + 1}/{view.progress.steps if view.progress else '?'}"]
@@ -217,9 +228,8 @@ class Follower:
             answered = self._ask_prefect(is_cancelling=deadline is not None)
             view = self._look()
             self._show(view)
-            if self._state["type"] in FINAL:
-                return self._state
-            if not answered and (ended := ending(view)):
+            ended = outcome(self._state, view) or (None if answered else ending(view))
+            if ended is not None:
                 return ended
             if deadline is not None and time.monotonic() > deadline:
                 message = f"It was not cancelled within {CANCEL_DEADLINE_S:.0f} s: `hexflow down` ends everything."

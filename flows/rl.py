@@ -124,6 +124,12 @@ def close_run(run: RunContext, state: str) -> None:
         run.ledger.set_run_state(run.run_id, state)
 
 
+def has_completed(run: RunContext) -> bool:
+    """Whether the ledger calls the run completed."""
+    row = run.ledger.find_run(run_id=run.run_id)
+    return row is not None and row.state == "completed"
+
+
 def record_plan(run: RunContext, plan: ClusterPlan, tracker: Tracker) -> None:
     """Keep the plan with the run and as a plan epoch in the ledger, and show it."""
     text = plan.model_dump_json(indent=2)
@@ -164,15 +170,21 @@ def train_and_roll_out(run: RunContext, placed: Placements, model_path: str) -> 
 
 
 def leave(run: RunContext, supervisor: Supervisor, state: str) -> None:
-    """Close the run and end its actors; in haste if it is cancelled, also while they leave, or the ledger fails."""
+    """Close the run and end its actors; in haste if it is cancelled, also while they leave, or the ledger fails.
+
+    A run that the ledger calls completed cannot be cancelled any more, only hurried.
+    """
     try:
         close_run(run, state)
         supervisor.end_children(*(_CANCEL_S if state == "cancelled" else _LEAVE_S))
-    except (TerminationSignal, SQLAlchemyError):
+    except (TerminationSignal, SQLAlchemyError) as error:
         ignore_further_signals()
         # Prefect kills a cancelled flow 30 s after telling it.
         supervisor.end_children(*_CANCEL_S)
-        raise
+        if isinstance(error, SQLAlchemyError) or not has_completed(run):
+            raise
+    if state == "completed":
+        ignore_further_signals()  # what is left is to report it
 
 
 def report(run: RunContext, plan: ClusterPlan, tracker: Tracker) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from sqlalchemy.exc import OperationalError
 from deployments import api, cli, follow, stack
 from deployments.api import Json, PrefectApi, Unreachable
 from deployments.cli import CANCELLED, EXIT_STATUS
-from deployments.follow import Follower, View, describe_step, draw, ending, time_left_s, waiting_for
+from deployments.follow import Follower, View, describe_step, draw, ending, outcome, time_left_s, waiting_for
 from deployments.servers import Member, StackState
 from deployments.show import show_running, show_runs, show_status, summary_lines
 from deployments.stack import Stack
@@ -221,6 +221,23 @@ def test_ctrl_c_cancels_and_waits() -> None:
     assert Follower(api, books, "flow-1", Console(file=out)).follow()["type"] == "CANCELLED"
     assert (api.proposed, books.asked) == (["CANCELLING"], ["flow-1"])
     assert "Cancelling" in out.getvalue()
+
+
+@pytest.mark.parametrize("state", ["CANCELLING", "CANCELLED"])
+def test_a_cancellation_that_came_too_late_is_none(state: str) -> None:
+    """Prefect lets no flow run that it was told to cancel end as completed; the ledger knows better."""
+    supervisor = replace(REPLICA, role="supervisor", state="done")
+    complete = replace(a_view(STEPS, (supervisor,)), run=replace(RUN, state="completed"))
+    assert (outcome(a_state(state), complete) or {})["type"] == "COMPLETED"
+    reporting = replace(complete, actors=(replace(supervisor, state="running"),))
+    assert outcome(a_state("CANCELLING"), reporting) is None
+    cancelled = replace(complete, run=replace(RUN, state="cancelled"))
+    assert outcome(a_state("CANCELLING"), cancelled) is None
+    assert outcome(a_state("CANCELLED"), cancelled) == a_state("CANCELLED")
+    api = FakeApi("RUNNING")
+    interrupt_at(api, 2)
+    shown, _ = follower(api, complete)
+    assert shown.follow()["type"] == "COMPLETED"
 
 
 class BusyApi(FakeApi):

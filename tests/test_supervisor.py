@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -371,16 +372,37 @@ def _own_sigterm() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("_own_sigterm")
-def test_a_cancellation_hurries_actors_that_are_leaving(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("state", "outcome"), [("completed", nullcontext()), ("failed", pytest.raises(TerminationSignal))]
+)
+def test_a_cancellation_hurries_actors_that_are_leaving(
+    state: str, outcome: AbstractContextManager[Any], tmp_path: Path
+) -> None:
+    """A completed run stays one: it would be called cancelled, and `hexflow resume` would refuse it as complete."""
     run, _ = make(tmp_path)
     supervisor = Leaving(TerminationSignal(signal.SIGTERM))
-    with pytest.raises(TerminationSignal):
-        running.leave(run, supervisor, "completed")
+    with outcome:
+        running.leave(run, supervisor, state)
     assert supervisor.ended == [running._LEAVE_S, running._CANCEL_S]
     os.kill(os.getpid(), signal.SIGTERM)  # a second one no longer interrupts
     row = run.ledger.find_run(run_id=RUN)
     assert row is not None
-    assert row.state == "completed"
+    assert row.state == state
+
+
+@pytest.mark.usefixtures("_own_sigterm")
+def test_a_completed_run_is_reported_undisturbed(tmp_path: Path) -> None:
+    run, _ = make(tmp_path)
+
+    def terminate(number: int, frame: object) -> None:
+        raise TerminationSignal(signal=number)
+
+    signal.signal(signal.SIGTERM, terminate)
+    running.leave(run, Leaving(), "failed")
+    with pytest.raises(TerminationSignal):
+        os.kill(os.getpid(), signal.SIGTERM)
+    running.leave(run, Leaving(), "completed")
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 @pytest.mark.usefixtures("_own_sigterm")
