@@ -17,11 +17,12 @@ import psutil
 import pytest
 
 from deployments import stack
+from deployments.api import PrefectApi
 from tasks.exchange.ledger import ActorRow, Ledger
 from tasks.settings import Settings
 from tests.test_stack import hexflow
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]
 
 EXPERIMENT = Path(__file__).parent.parent / "deployments" / "experiments" / "tiny.yaml"
 STEPS = 60
@@ -90,11 +91,30 @@ def _environment(process: psutil.Process) -> dict[str, str]:
         return {}
 
 
-@pytest.mark.timeout(1200)
+def test_ctrl_c_cancels_a_run_here_and_on_the_server(stack_settings: Settings) -> None:
+    """While its actors start; its flow runs end as well."""
+    assert hexflow("up").returncode == 0
+    ledger = Ledger(stack_settings.ledger_url)
+    run = Run(stack_settings, "train", str(EXPERIMENT))
+    run_id = run.run_id
+    until(lambda: len(ledger.actors(run_id)) == 3, 400, "supervisor, trainer and replica")
+    run.process.send_signal(signal.SIGINT)
+    status, output = run.wait()
+    assert status == 130, output
+    assert run.summary(run_id)["status"] == "cancelled"
+    assert_nothing_left(stack_settings, ledger, run_id)
+    found, row = stack.find(stack_settings), ledger.find_run(run_id=run_id)
+    assert found is not None
+    assert row is not None
+    api = PrefectApi(found.prefect_url)
+    assert api.flow_run(str(row.flow_run_id))["state"]["type"] == "CANCELLED"
+    until(lambda: not api.flow_runs(["PENDING", "RUNNING", "CANCELLING"]), 60, "an end of its children's flow runs")
+
+
 def test_a_run_survives_kills_is_cancelled_without_a_server_and_completes_when_resumed(
     stack_settings: Settings,
 ) -> None:
-    """Every process of it is killed once; what it learnt and what it generated is kept all the same."""
+    """Trainer, replica and Prefect's server are killed; what it learnt and what it generated is kept all the same."""
     assert hexflow("up").returncode == 0
     ledger = Ledger(stack_settings.ledger_url)
     # Long enough not to end by itself while the cancellation travels: a step takes a third of a second.
