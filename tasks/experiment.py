@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from planners.errors import UserError
 from planners.sections import NAME_PATTERN, Section, parse_section, parse_yaml, read_tree
@@ -16,6 +16,11 @@ from planners.workload import Workload
 
 _PATHS = ("data.path", "model.source")
 _WEEK_S = 604_800
+_LARGEST_SEED = 2**31 - 1
+"""numpy, and so vLLM, takes less than 2³², to which a replica's slot and attempt are still added."""
+_OWNERS = {"task": "reasoning_gym", "parameters": "reasoning_gym", "path": "jsonl"}
+"""The kind of data that a key belongs to; others would ignore it."""
+_RESERVED_TAGS = ("mlflow.", "hexflow.")
 _MOST_ANSWERS = 100_000
 """Per step: what the planner's simulator still gets through."""
 
@@ -48,7 +53,17 @@ class DataSection(Section):
     )
     path: str | None = Field(default=None, description="JSON Lines file (kind `jsonl`); in the form, an absolute path.")
     heldout_size: int = Field(default=100, ge=1, description="Unique questions kept for evaluation, never trained on.")
-    heldout_seed: int = Field(default=10_000_000, description="Seed of the held-out questions; far from training's.")
+    heldout_seed: int = Field(
+        default=10_000_000, ge=0, le=_LARGEST_SEED, description="Seed of the held-out questions; far from training's."
+    )
+
+    @model_validator(mode="after")
+    def _no_key_is_ignored(self) -> "DataSection":
+        """Compared with the defaults, since the form and a stored experiment hold every key."""
+        for key, owner in _OWNERS.items():
+            if self.kind != owner and getattr(self, key) != type(self).model_fields[key].default:
+                raise ValueError(f"{key} is for kind {owner}, but kind is {self.kind}: leave it out or change the kind")
+        return self
 
 
 class PromptSection(Section):
@@ -73,7 +88,7 @@ class RewardSection(Section):
     timeout_s: float = Field(
         default=5.0, gt=0, le=_WEEK_S, description="Seconds after which scoring one answer is killed."
     )
-    processes: int = Field(default=1, ge=1, description="Scoring processes per rollout replica.")
+    processes: int = Field(default=1, ge=1, le=256, description="Scoring processes per rollout replica.")
 
 
 class AlgorithmSection(Section):
@@ -101,7 +116,7 @@ class AlgorithmSection(Section):
     tokens_per_micro_batch: int = Field(
         default=1024, ge=1, description="Largest packed micro-batch in tokens (a single answer above it goes alone)."
     )
-    zero_stage: Literal[0, 1, 2, 3] = Field(default=0, description="DeepSpeed ZeRO stage.")
+    zero_stage: int = Field(default=0, ge=0, le=3, description="DeepSpeed ZeRO stage, 0 to 3.")
     permute_advantages: bool = Field(
         default=False, description="Control experiment: shuffle advantages within each group, with a random sign."
     )
@@ -154,20 +169,31 @@ class TrackingSection(Section):
     experiment: str = Field(default="hexflow", description="MLflow experiment name: one per study.")
     tags: dict[str, str] = Field(default={}, description="Tags of the MLflow run and the Prefect flow run.")
 
+    @field_validator("tags")
+    @classmethod
+    def _names_are_free(cls, tags: dict[str, str]) -> dict[str, str]:
+        for name in tags:
+            if name.startswith(_RESERVED_TAGS):
+                raise ValueError(f"the tag {name} has a reserved name, {' and '.join(_RESERVED_TAGS)} start those")
+        return tags
+
 
 class RunSection(Section):
     """Length, seeds and patience of the run."""
 
     name: str = Field(default="laptop", pattern=NAME_PATTERN, description="Start of the run's id.")
-    steps: int = Field(default=40, ge=1, description="Training steps.")
-    seed: int = Field(default=0, ge=0, description="Seed of data order, sampling and training.")
+    steps: int = Field(default=40, ge=1, le=1_000_000, description="Training steps.")
+    seed: int = Field(default=0, ge=0, le=_LARGEST_SEED, description="Seed of data order, sampling and training.")
     checkpoint_every: int = Field(
         default=20, ge=1, description="Steps between checkpoints; the last step always has one."
     )
-    evaluation_samples: int = Field(default=2, ge=1, description="Sampled answers per held-out question.")
+    evaluation_samples: int = Field(default=2, ge=1, le=1000, description="Sampled answers per held-out question.")
     restarts: int = Field(default=3, ge=0, description="Restarts of dead replicas and trainers allowed in all.")
     heartbeat_deadline_s: float = Field(
-        default=60.0, gt=0, le=_WEEK_S, description="Seconds of silence after which an actor is dead."
+        default=60.0,
+        ge=5,
+        le=_WEEK_S,
+        description="Seconds of silence after which an actor is dead; it beats every 2 s.",
     )
     start_deadline_s: float = Field(
         default=600.0, gt=0, le=_WEEK_S, description="Longest start of a replica or trainer, in seconds."

@@ -56,6 +56,17 @@ def test_overrides_change_single_values() -> None:
         ("workload.prompts_per_step=50000", "200000 answers per step, above 100000"),
         ("cluster.device_types=[]", "at least 1 item"),
         ("workload.reward_s=1e300", "less than or equal to 86400"),
+        ("run.seed=99999999999999999999", "'run.seed' is 9+: input should be less than or equal to 2147483647"),
+        ("data.heldout_seed=4294967296", "less than or equal to 2147483647"),
+        ("run.steps=99999999999999", "'run.steps' is 9+: input should be less than or equal to 1000000"),
+        ("run.evaluation_samples=100000", "less than or equal to 1000"),
+        ("run.heartbeat_deadline_s=0.001", "greater than or equal to 5"),
+        ("reward.processes=100000", "'reward.processes' is 100000: input should be less than or equal to 256"),
+        ("tracking.tags={mlflow.runName: x}", "'tracking.tags': the tag mlflow.runName has a reserved name"),
+        ("tracking.tags={hexflow.run: x}", "reserved name"),
+        ("data.task=nope", "task is for kind reasoning_gym, but kind is toy: leave it out or change the kind"),
+        ("data.parameters={min_terms: 3}", "parameters is for kind reasoning_gym, but kind is toy"),
+        ("data.path=some.jsonl", "path is for kind jsonl, but kind is toy"),
         ("workload.response_lengths={mean: 3}", "'workload.response_lengths' lacks the key 'kind'"),
         ("workload.response_lengths={kind: log-normal, mean: .inf, q99: 1, cap: 1}", r"response_lengths.mean' is inf"),
     ],
@@ -157,3 +168,11 @@ def test_every_field_says_what_it_is_and_in_which_unit() -> None:
             assert words, f"{section}.{name}"
             assert not name.endswith("_s") or "econds" in words, f"{section}.{name} has no unit"
             assert "tokens" not in name or "tokens" in words, f"{section}.{name} has no unit"
+
+
+def test_no_default_is_empty_in_the_form() -> None:
+    """The Prefect UI takes a 0 that is chosen among some for nothing, and shows an empty field."""
+    sections = Experiment.model_json_schema()["$defs"].values()
+    choices = [field for section in sections for field in section.get("properties", {}).values() if "enum" in field]
+    assert len(choices) >= 3
+    assert all(field.get("default") or "default" not in field for field in choices)

@@ -57,7 +57,7 @@ def test_a_place_that_cannot_be_written_is_named(settings: Settings, tmp_path: P
 
 def test_a_run_that_the_disk_cannot_hold_is_refused(settings: Settings) -> None:
     """1 M parameters: 4 MB a version, 12 MB a checkpoint."""
-    many = ["run.steps=1000000000", "run.checkpoint_every=1"]
+    many = ["run.steps=1000000", "run.checkpoint_every=1"]
     make_ready(tiny(*many), settings)
     with pytest.raises(UserError, match=r"1000001 weight versions of 0.0 GiB .* are free: make room"):
         make_ready(tiny(*many, "storage.keep_versions=1000000", "storage.keep_checkpoints=1000000"), settings)

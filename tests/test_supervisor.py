@@ -255,7 +255,7 @@ def hung(tmp_path: Path) -> Iterator[ProcessGroup]:
 
 def test_a_dead_actor_is_ended_although_its_cancellation_is_lost(tmp_path: Path, hung: ProcessGroup) -> None:
     """The end of its process ends its flow run, which gives the devices back; until then it is not forgotten."""
-    run, launcher = make(tmp_path, heartbeat_deadline_s=2.0, restarts=10)
+    run, launcher = make(tmp_path, heartbeat_deadline_s=5.0, restarts=10)
     launcher.is_away, launcher.pids = True, {"rollout-2": hung.pid}
 
     def on_progress(progress: object) -> None:
