@@ -101,7 +101,8 @@ class PrefectApi:
             return self._answer(method, path, body, deadline_s)
         except NO_ANSWER as error:
             where = without_password(self.url)
-            raise Unreachable(f"No answer from the Prefect server at {where}, or none it would give: {error}") from None
+            said = f"No answer from the Prefect server at {where}, or none it would give: {_cause(error)}"
+            raise Unreachable(said) from None
 
     def _answer(self, method: str, path: str, body: Json | None, deadline_s: float) -> Any:
         data = None if body is None else json.dumps(body).encode()
@@ -160,6 +161,12 @@ class PrefectApi:
             "sort": "CREATED_DESC",
         }
         return [str(artifact["data"]) for artifact in reversed(self.call("POST", "/artifacts/filter", body))]
+
+
+def _cause(error: Exception) -> str:
+    """What went wrong, in the words of the system where it was a connection that urllib has wrapped."""
+    cause = getattr(error, "reason", error)
+    return str(getattr(cause, "strerror", None) or cause)
 
 
 def _reason(content: str) -> str:

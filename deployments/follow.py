@@ -16,6 +16,7 @@ from rich.text import Text
 from sqlalchemy.exc import SQLAlchemyError
 
 from deployments.api import Json, PrefectApi, Unreachable
+from flows.context import SUPERVISOR_SILENCE_S
 from tasks.exchange.database import cause_of
 from tasks.exchange.fence import ACTIVE
 from tasks.exchange.rows import ActorRow, Progress, RunRow, SpanRow, StepRow
@@ -72,13 +73,40 @@ def look(books: Books, flow_run_id: str, flow_state: str) -> View:
     return View(flow_state, run, books.progress(run_id), books.steps(run_id), books.actors(run_id), books.spans(run_id))
 
 
+def supervisor_of(view: View) -> ActorRow | None:
+    """The run's supervisor if it is at work, as far as is known; None before it joined and once it has left."""
+    return next((actor for actor in view.actors if actor.role == "supervisor" and actor.state in ACTIVE), None)
+
+
 def ending(view: View) -> Json | None:
-    """How the run ended, as the last state of a flow run; None while the run or its supervisor is at work."""
-    at_work = any(actor.role == "supervisor" and actor.state in ACTIVE for actor in view.actors)
-    if view.run is None or view.run.state == "running" or at_work:
+    """How the run ended, as the last state of a flow run that cannot be asked; None while its supervisor is at work.
+
+    One that was killed, as with the whole stack, has not said that it leaves, but is silent.
+    """
+    supervisor = supervisor_of(view)
+    if view.run is None or (supervisor is not None and supervisor.silent_s < SUPERVISOR_SILENCE_S):
         return None
-    message = "The Prefect server does not answer; the ledger has this."
-    return {"type": view.run.state.upper(), "name": view.run.state.capitalize(), "message": message}
+    if view.run.state != "running":
+        message = "The Prefect server does not answer; the ledger has this."
+        return {"type": view.run.state.upper(), "name": view.run.state.capitalize(), "message": message}
+    if supervisor is None:
+        return None
+    message = (
+        f"The stack seems to have ended: the Prefect server does not answer, and the run was last heard of "
+        f"{minutes(supervisor.silent_s)} ago. `hexflow up` starts it again."
+    )
+    return {"type": "CRASHED", "name": "Lost", "message": message}
+
+
+def with_remedy(state: Json, view: View) -> Json:
+    """The end of a flow run, saying what goes on without it where its process was killed and could end nothing."""
+    supervisor = supervisor_of(view)
+    if state["type"] != "CRASHED" or view.run is None or view.run.state != "running" or supervisor is None:
+        return state
+    left_s = max(0.0, SUPERVISOR_SILENCE_S - supervisor.silent_s)
+    when = f"in {left_s:.0f} s" if left_s >= 1 else "now"
+    goes_on = f"Its actors may go on until `hexflow resume` takes over, which can be done {when}."
+    return {**state, "message": f"{state['message'].rstrip('.')}. {goes_on}"}
 
 
 def outcome(state: Json, view: View) -> Json | None:
@@ -151,9 +179,11 @@ def waiting_for(view: View) -> str:
     """What happens while no step is being finished: the flow's state before the run exists, then its actors."""
     if view.run is None:
         return f"flow run: {view.flow_state.lower()}"
-    active = [actor for actor in view.actors if actor.role != "supervisor"]
+    # Those that have ended were of an attempt before this one, or end because all is done.
+    active = [actor for actor in view.actors if actor.role != "supervisor" and actor.state in ACTIVE]
     if not active:
-        return f"run {view.run.run_id}: preparing model, profile and plan"
+        is_over = view.progress is not None and view.progress.step >= view.progress.steps
+        return f"run {view.run.run_id}: {'reporting' if is_over else 'preparing model, profile and plan'}"
     return "; ".join(
         f"{actor.role} {actor.slot} {actor.state}" + (f": {actor.message}" if actor.message else "")
         for actor in sorted(active, key=lambda actor: (actor.role, actor.slot))
@@ -197,11 +227,12 @@ class Follower:
         self._flow_run_id = flow_run_id
         self._console = console
         self._live = Live(console=console, refresh_per_second=4) if console.is_terminal else None
-        self._started = time.monotonic()
+        self._started = self._answered = time.monotonic()
         self._state: Json = {"type": "SCHEDULED", "name": "Scheduled", "message": ""}
         self._view = View(self._state["name"])
         self._printed_step: int | None = None
         self._printed_line = ""
+        self._attempts: dict[tuple[str, int], int] = {}
         self._notice = ""
         self._picked_up = False
         self._is_told = False
@@ -226,11 +257,15 @@ class Follower:
         """Until the flow run ends; with a deadline it is being cancelled, which the ledger was asked for already."""
         while True:
             answered = self._ask_prefect(is_cancelling=deadline is not None)
+            self._answered = time.monotonic() if answered else self._answered
             view = self._look()
             self._show(view)
             ended = outcome(self._state, view) or (None if answered else ending(view))
             if ended is not None:
-                return ended
+                return with_remedy(ended, view) if answered else ended
+            if not answered and view.run is None and time.monotonic() - self._answered > PICKUP_DEADLINE_S:
+                message = f"The Prefect server has not answered for {PICKUP_DEADLINE_S:.0f} s: `hexflow up` starts it."
+                return {"type": "CRASHED", "name": "Lost", "message": message}
             if deadline is not None and time.monotonic() > deadline:
                 message = f"It was not cancelled within {CANCEL_DEADLINE_S:.0f} s: `hexflow down` ends everything."
                 return {**self._state, "type": "CRASHED", "message": message}
@@ -279,7 +314,18 @@ class Follower:
             self._console.print(notice, soft_wrap=True, markup=False)
         self._notice = notice
 
+    def _tell_restarts(self, view: View) -> None:
+        """A line for each actor whose attempt has risen; those of a supervisor before this one are no longer active."""
+        for actor in view.actors:
+            if actor.role == "supervisor" or actor.state not in ACTIVE:
+                continue
+            if actor.attempt > self._attempts.setdefault((actor.role, actor.slot), actor.attempt):
+                line = f"{actor.role} {actor.slot} died; started again (attempt {actor.attempt})"
+                self._console.print(line, soft_wrap=True, markup=False)
+                self._attempts[actor.role, actor.slot] = actor.attempt
+
     def _show(self, view: View) -> None:
+        self._tell_restarts(view)
         if self._live is not None:
             self._live.update(draw(view, time.monotonic() - self._started, self._notice))
             return

@@ -2,6 +2,7 @@
 
 import http.server
 import json
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -62,6 +63,14 @@ def test_an_unreachable_server_is_named_without_its_password() -> None:
     with pytest.raises(Unreachable) as told:
         PrefectApi("http://me:secret@127.0.0.1:abc/api").flow_run("f")
     assert "secret" not in str(told.value)
+
+
+def test_a_refused_connection_is_told_in_words() -> None:
+    with socket.socket() as holder:  # bound, and not listening
+        holder.bind(("127.0.0.1", 0))
+        with pytest.raises(Unreachable) as told:
+            PrefectApi(f"http://127.0.0.1:{holder.getsockname()[1]}/api").flow_run("f")
+    assert str(told.value).endswith("none it would give: Connection refused")
 
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:abc", "http://[::1", "nonsense"])

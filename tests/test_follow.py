@@ -225,6 +225,72 @@ def test_without_a_server_the_ledger_tells_how_a_run_ended(state: str, status: i
     assert EXIT_STATUS.get(ended["type"], CANCELLED) == status
 
 
+SUPERVISOR = replace(REPLICA, role="supervisor", state="running")
+
+
+def test_a_run_that_was_killed_with_its_stack_is_not_waited_for() -> None:
+    """As `hexflow down` may leave it: its supervisor has not said that it leaves, but is silent."""
+    silent = replace(SUPERVISOR, silent_s=30.0)
+    cancelled = replace(a_view(STEPS, (silent,)), run=replace(RUN, state="cancelled"))
+    shown, _ = follower(FakeApi("RUNNING", Unreachable("no answer")), a_view(STEPS), cancelled)
+    assert shown.follow()["type"] == "CANCELLED"
+    lost = a_view(STEPS, (silent,))
+    shown, _ = follower(FakeApi("RUNNING", Unreachable("no answer")), a_view(STEPS, (SUPERVISOR,)), lost)
+    state = shown.follow()
+    assert "seems to have ended" in state["message"]
+    assert "last heard of 30 s ago. `hexflow up`" in state["message"]
+    assert EXIT_STATUS[state["type"]] == 1
+
+
+def test_a_silent_supervisor_alone_does_not_end_the_watch() -> None:
+    lost = a_view(STEPS, (replace(SUPERVISOR, silent_s=30.0),))
+    shown, _ = follower(FakeApi("RUNNING", "RUNNING", "RUNNING", "COMPLETED"), lost)
+    assert shown.follow()["type"] == "COMPLETED"
+
+
+def test_a_flow_run_without_a_run_is_not_waited_for_when_its_server_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `hexflow plan` follows one."""
+    monkeypatch.setattr(follow, "PICKUP_DEADLINE_S", 0.0)
+    shown, _ = follower(FakeApi("RUNNING", Unreachable("no answer")))
+    state = shown.follow()
+    assert "has not answered" in state["message"]
+    assert EXIT_STATUS[state["type"]] == 1
+
+
+@pytest.mark.parametrize(("silent_s", "when"), [(6.0, "in 14 s"), (25.0, "now")])
+def test_a_killed_supervisor_is_told_with_what_goes_on(silent_s: float, when: str) -> None:
+    crashed = a_view(STEPS, (replace(SUPERVISOR, silent_s=silent_s), REPLICA))
+    shown, _ = follower(FakeApi("RUNNING", "CRASHED"), crashed)
+    assert shown.follow()["message"] == (
+        f"because. Its actors may go on until `hexflow resume` takes over, which can be done {when}."
+    )
+    ended = replace(crashed, run=replace(RUN, state="failed"))
+    shown, _ = follower(FakeApi("RUNNING", "CRASHED"), ended)
+    assert shown.follow()["message"] == "because"
+
+
+def test_a_restart_is_told_once() -> None:
+    def during(attempt: int, state: str) -> View:
+        return a_view(STEPS, (SUPERVISOR, replace(REPLICA, attempt=attempt, state=state)))
+
+    views = [during(2, "running"), during(2, "fenced"), during(3, "starting"), during(3, "running")]
+    shown, out = follower(FakeApi("RUNNING", "RUNNING", "RUNNING", "RUNNING", "COMPLETED"), *views)
+    shown.follow()
+    assert out.getvalue().splitlines() == ["replica 0 died; started again (attempt 3)"]
+
+
+def test_actors_of_an_earlier_attempt_are_not_shown() -> None:
+    """A resume fences them, and has started none of its own yet."""
+    fenced = a_view((), (SUPERVISOR, replace(REPLICA, state="fenced")))
+    assert waiting_for(fenced) == "run tiny-1: preparing model, profile and plan"
+    resumed = a_view((), (SUPERVISOR, replace(REPLICA, attempt=2)))
+    shown, out = follower(FakeApi("RUNNING", "RUNNING", "COMPLETED"), fenced, resumed)
+    shown.follow()
+    assert "died" not in out.getvalue()
+    done = replace(fenced, progress=replace(PROGRESS, step=4))
+    assert waiting_for(done) == "run tiny-1: reporting"
+
+
 def test_a_second_ctrl_c_leaves() -> None:
     api = FakeApi("RUNNING")
     interrupt_at(api, 2, 3)
