@@ -81,11 +81,11 @@ def simulate_plan(plan_file: Path, console: Console, json_file: Path | None, *, 
 
 @contextmanager
 def _telling() -> Iterator[Callable[[str], object]]:
-    """Takes what is being done, and says it on stderr every few seconds for as long as that lasts."""
+    """Takes what is being done, and says it every few seconds for as long as that lasts, if stderr is a terminal."""
     doing, ended = [""], threading.Event()
 
     def tell() -> None:
-        while not ended.wait(TELL_EVERY_S):
+        while sys.stderr.isatty() and not ended.wait(TELL_EVERY_S):
             print(f"{doing[0]} …", file=sys.stderr, flush=True)
 
     thread = threading.Thread(target=tell, daemon=True)

@@ -72,7 +72,7 @@ def make_plan(
     Raises:
         UserError: bad input, nothing fits, or the wish cannot be met; the message names the best that can.
     """
-    _check_wishes(topology, mode, budget_usd_per_h, target_tokens_per_s)
+    check_wishes(topology, mode, budget_usd_per_h, target_tokens_per_s)
     began = time.perf_counter()
     problem = Problem(
         topology, model, demand, what_if=what_if, sync_mode=sync_mode, profiles=profiles, training_wish=training_wish
@@ -131,7 +131,12 @@ def rounded_down(value: float) -> str:
     return f"{math.floor(value * 10**digits) / 10**digits:.{digits}f}"
 
 
-def _check_wishes(topology: Topology, mode: Mode, budget: float | None, target: float | None) -> None:
+def check_wishes(topology: Topology, mode: Mode, budget: float | None, target: float | None) -> None:
+    """Refuse a budget in USD/h or a target in tokens/s that no plan can be asked for; takes no time.
+
+    Raises:
+        UserError: it is not positive and finite, both are given, or mode or cluster has no use for it.
+    """
     if budget is not None and not 0 < budget < math.inf:  # not a number is neither
         raise UserError(f"The budget is {budget:g} USD/h: give a positive, finite one.")
     if target is not None and not 0 < target < math.inf:

@@ -11,7 +11,7 @@ from planners.columns import TrainingWish
 from planners.demand import Demand, demand_of
 from planners.explain import budget_curve, explain
 from planners.machine import check_type, plan_machine
-from planners.make import make_plan
+from planners.make import check_wishes, make_plan
 from planners.model import Model, read_model
 from planners.next_device import MOST_DEVICES, memory_remedy, next_device_gains, what_if_gain
 from planners.profile import DeviceProfile
@@ -117,11 +117,9 @@ def study_cluster(
     Raises:
         UserError: bad input, nothing fits, or the wish cannot be met.
     """
-    source = Path(experiment.model.source)
-    # A plan needs the model's sizes only, so a directory without weights will do.
-    directory = source if source.is_dir() else prepare_model(experiment.model, settings)
-    model = read_model(directory, _BYTES[experiment.model.dtype])
     topology = _allowed(read_cluster(cluster), experiment.cluster.device_types)
+    budget, target = (wishes.get(key) for key in ("budget_usd_per_h", "target_tokens_per_s"))
+    check_wishes(topology, wishes.get("mode", "joint"), budget, target)
     demand, planner = demand_for(experiment), experiment.planner
     if wishes.get("what_if"):
         demand = replace(demand, concurrency=None)
@@ -131,6 +129,12 @@ def study_cluster(
         wishes["training_wish"] = TrainingWish(
             planner.train_type, planner.train_devices, experiment.algorithm.zero_stage
         )
+    # After the checks, since it may take a minute.
+    source = Path(experiment.model.source)
+    tell("preparing the model")
+    # A plan needs the model's sizes only, so a directory without weights will do.
+    directory = source if source.is_dir() else prepare_model(experiment.model, settings)
+    model = read_model(directory, _BYTES[experiment.model.dtype])
     tell(f"planning {topology.devices:,} devices")
     plan = make_plan(topology, model, demand, **wishes)
     tell("simulating the plan")

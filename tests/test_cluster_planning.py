@@ -8,9 +8,10 @@ from planners.columns import Problem, TrainingWish, rollout_columns, training_co
 from planners.errors import UserError
 from planners.model import read_model
 from planners.topology import read_cluster
+from tasks import cluster_planning
 from tasks.cluster_planning import demand_for, study_cluster
 from tasks.experiment import Experiment, load_experiment
-from tasks.settings import load_settings
+from tasks.settings import Settings, load_settings
 
 DEPLOYMENTS = Path(__file__).parent.parent / "deployments"
 CLUSTERS = DEPLOYMENTS / "clusters"
@@ -54,3 +55,21 @@ def test_a_cluster_is_planned_as_the_experiment_asks() -> None:
             study_cluster(shipped("1.5b", unknown), file, settings)
     with pytest.raises(UserError, match=r"planner.train_devices 9 asks: .* on paper-h800-8-h20-16 that are at most 8"):
         study_cluster(shipped("1.5b", "planner.train_devices=9"), file, settings)
+
+
+def test_cluster_and_wishes_are_checked_before_a_model_is_made_ready(
+    settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That may take a minute."""
+
+    def prepare(*_: object) -> Path:
+        raise AssertionError("a model would have been made ready")
+
+    monkeypatch.setattr(cluster_planning, "prepare_model", prepare)
+    tiny, laptop = load_experiment(DEPLOYMENTS / "experiments" / "tiny.yaml"), CLUSTERS / "laptop.yaml"
+    with pytest.raises(UserError, match=r"no cluster file .*none\.yaml"):
+        study_cluster(tiny, tmp_path / "none.yaml", settings)
+    with pytest.raises(UserError, match="The target is -1 tokens/s"):
+        study_cluster(tiny, laptop, settings, target_tokens_per_s=-1.0)
+    with pytest.raises(UserError, match="Mode exhaustive plans a given cluster"):
+        study_cluster(tiny, laptop, settings, mode="exhaustive", budget_usd_per_h=1.0)
