@@ -55,7 +55,7 @@ def explain(
     ]
     fullest = max((n for n, m in plan.memory.items() if m.role == "train"), key=lambda name: _share(plan, name))
     lines.append(f"Memory is fullest on {fullest}: {_share(plan, fullest):.0%} of what may be used.")
-    lines += _next_devices(gains or {})
+    lines += _next_devices(plan, gains or {})
     if plan.what_if:
         lines.append("What-if: it uses layouts or a sync mode that do not run yet.")
     return "\n".join(lines)
@@ -70,16 +70,25 @@ def _seconds(value: float) -> str:
     return f"{seconds(value)} s"
 
 
+def _work_s(plan: ClusterPlan) -> float:
+    """What generating a step's tokens takes all replicas together."""
+    return plan.throughput_tokens_per_s * plan.step_s / sum(r.tokens_per_s for r in plan.replicas)
+
+
+def _longest_decide(plan: ClusterPlan) -> bool:
+    """Whether generation takes longer than its work; where training limits, a little is not worth a word."""
+    return plan.rollout_s > _work_s(plan) * (1 + (NEGLIGIBLE if plan.limited_by == "generation" else DISAGREEMENT))
+
+
 def _longest_answers(plan: ClusterPlan) -> list[str]:
     """What generation's seconds are where they are not its work."""
-    work_s = plan.throughput_tokens_per_s * plan.step_s / sum(r.tokens_per_s for r in plan.replicas)
-    if plan.rollout_s <= work_s * (1 + DISAGREEMENT):
+    if not _longest_decide(plan):
         return []
     eta, longest_s = plan.demand.max_staleness, max(r.latency_s for r in plan.replicas)
     steps = f"with staleness {eta} they have {eta + 1} steps, training included" if eta else "each step waits for them"
     return [
-        f"Of generation's {_seconds(plan.rollout_s)} its work takes {_seconds(work_s)}: the longest answers decide, "
-        f"which take {_seconds(longest_s)}; {steps}."
+        f"Of generation's {_seconds(plan.rollout_s)} its work takes {_seconds(_work_s(plan))}: the longest answers "
+        f"decide, which take {_seconds(longest_s)}; {steps}."
     ]
 
 
@@ -138,10 +147,12 @@ def _left_out(plan: ClusterPlan, budget_usd_per_h: float | None, opened: Gain | 
     return lines
 
 
-def _next_devices(gains: Mapping[str, Gain]) -> list[str]:
+def _next_devices(plan: ClusterPlan, gains: Mapping[str, Gain]) -> list[str]:
     """A sentence per type, the most useful first."""
+    waits = plan.limited_by == "generation" and _longest_decide(plan)
+    why = ", since the longest answers decide" if waits else ""  # else one would expect more devices to help
     lines = [
-        f"One more {kind} brings {_gain_words(gain)}."
+        f"One more {kind} brings {_gain_words(gain)}{why if gain.share <= NEGLIGIBLE else ''}."
         for kind, gain in sorted(gains.items(), key=lambda item: -item[1].share)
     ]
     if any(gain.share > NEGLIGIBLE for gain in gains.values()):

@@ -17,12 +17,12 @@ from planners.explain import budget_curve, cluster_map, explain, gantt, memory_t
 from planners.lengths import LogNormal, constant
 from planners.make import make_plan, rounded_down
 from planners.model import model_from_config, read_model
-from planners.next_device import memory_remedy, next_device_gains
+from planners.next_device import Gain, memory_remedy, next_device_gains
 from planners.profile import DeviceProfile
 from planners.simulator import simulate, with_simulated_step
 from planners.topology import Topology, discovered, read_cluster
 from planners.workload import Workload
-from tasks.cluster_planning import ClusterStudy
+from tasks.cluster_planning import ClusterStudy, demand_for
 from tasks.experiment import load_experiment
 from tests.plan_support import cluster_of
 
@@ -125,6 +125,17 @@ def test_what_generation_waits_for_is_said_where_it_is_not_its_work() -> None:
     words = explain(IDLE)
     assert f"Of generation's {IDLE.rollout_s:.2f} s its work takes" in words
     assert "with staleness 2 they have 3 steps, training included" in words
+
+
+def test_one_more_device_that_brings_nothing_although_generation_limits_is_explained() -> None:
+    """Of 16.6 s, 16.2 s are work: near enough not to be told apart, and yet more devices do not help."""
+    model = read_model(DEPLOYMENTS / "models" / "r1-distill-qwen-1.5b")
+    demand = demand_for(load_experiment(DEPLOYMENTS / "experiments" / "r1-distill-qwen-1.5b.yaml"))
+    plan = make_plan(SMALL, model, demand)
+    words = ClusterStudy(plan, SMALL, model, demand, {}).explain()
+    assert "Generation limits" in words
+    assert "One more h20 brings nothing, since the longest answers decide." in words
+    assert "nothing, since" not in explain(PLAN, {"h20": Gain(0.0)})
 
 
 @pytest.mark.parametrize(
