@@ -24,6 +24,8 @@ from tasks.exchange.rows import ActorRow, Progress, RunRow, SpanRow, StepRow
 POLL_S = 1.0
 PICKUP_DEADLINE_S = 180.0
 CANCEL_DEADLINE_S = 180.0
+LOST_AFTER_S = 3 * SUPERVISOR_SILENCE_S
+"""Silence after which a run that nobody has closed is given up, while the server is away: a busy disk delays beats."""
 FINAL = ("COMPLETED", "FAILED", "CRASHED", "CANCELLED")
 STEPS_SHOWN = 8
 PACE_STEPS = 10
@@ -89,7 +91,7 @@ def ending(view: View) -> Json | None:
     if view.run.state != "running":
         message = "The Prefect server does not answer; the ledger has this."
         return {"type": view.run.state.upper(), "name": view.run.state.capitalize(), "message": message}
-    if supervisor is None:
+    if supervisor is None or supervisor.silent_s < LOST_AFTER_S:
         return None
     message = (
         f"The stack seems to have ended: the Prefect server does not answer, and the run was last heard of "

@@ -44,12 +44,12 @@ class Member(BaseModel):
         except psutil.NoSuchProcess:
             return False
 
-    def is_idle(self) -> bool:
-        """Whether it has started no process that is still there; a worker's flow runs are its children."""
+    def children(self) -> list[psutil.Process]:
+        """The processes that it has started and that are still there: of a worker, its flow runs."""
         try:
-            return not psutil.Process(self.pid).children()
+            return psutil.Process(self.pid).children()
         except psutil.NoSuchProcess:
-            return True
+            return []
 
     def listens_on(self, port: int) -> bool:
         """Whether this process, or one that it started, accepts connections on a TCP port."""

@@ -22,8 +22,8 @@ from deployments.versions import local_versions
 from deployments.worker import worker_name
 from planners.cluster import Machine
 from planners.errors import UserError
-from tasks.discovery import discover_machine
-from tasks.processes import end_sessions, kill_processes, tail
+from tasks.discovery import CONTROL, discover_machine
+from tasks.processes import ask_to_end, end_sessions, kill_processes, tail
 from tasks.settings import Settings
 
 LOCK_DEADLINE_S = 300.0
@@ -84,6 +84,7 @@ def _up(settings: Settings, machine: Machine, say: Say) -> Stack:
     is_served = any(name.startswith(WORKER) for name in state.members)
     own = [name for name in (PREFECT, MLFLOW) if not _named_server(name, state)]
     _require_named_servers(state, own)
+    _end_orphans(settings, say)
     for name in own:
         _start_server(settings, state, name, say)
     fingerprint = setup.fingerprint(machine.name, list(machine.count_by_type()))
@@ -107,8 +108,8 @@ def _up(settings: Settings, machine: Machine, say: Say) -> Stack:
 def down(settings: Settings, say: Say = print) -> bool:
     """End the stack and all that its workers started, and verify that nothing of it is left; False: nothing ran.
 
-    Flow runs get SIGTERM and WORKER_GRACE_S to end their actors; what is left then is killed. Servers go last, so that
-    flow runs can report how they ended.
+    Flow runs get SIGTERM and WORKER_GRACE_S to end their actors and close their books, those of runs before those of
+    actors; what is left then is killed. Servers go last, so that flow runs can report how they ended.
 
     Raises:
         RuntimeError: a process survived SIGKILL.
@@ -119,11 +120,11 @@ def down(settings: Settings, say: Say = print) -> bool:
         state = servers.load_state(settings)
         members = state.alive() if state else {}
         hosts = {name: member for name, member in members.items() if name in (PREFECT, MLFLOW)}
-        others = [member.pid for name, member in members.items() if name not in hosts]
+        others = {name: member for name, member in members.items() if name not in hosts}
         ran = bool(members)
         if others:
             say("Ending workers and what they run.")
-            end_sessions(others, WORKER_GRACE_S)
+            _end_workers(others)
         host_pids = [member.pid for member in hosts.values()]
         left = {process for process, _ in servers.marked_processes(settings) if _session(process.pid) not in host_pids}
         ran = ran or bool(left)
@@ -137,6 +138,17 @@ def down(settings: Settings, say: Say = print) -> bool:
         if state:
             servers.save_state(settings, state.model_copy(update={"members": {}}))
     return ran
+
+
+def _end_workers(members: dict[str, Member]) -> None:
+    """End workers and what they run: their flow runs first, since a worker that is told to end kills its own at once.
+
+    A run ends the actors that it has started, so the flow runs of runs go before those of actors.
+    """
+    workers = [name for name in members if name.startswith(WORKER)]
+    for name in sorted(workers, key=lambda name: name != _worker(CONTROL)):
+        ask_to_end(members[name].children(), WORKER_GRACE_S)
+    end_sessions([member.pid for member in members.values()], WORKER_GRACE_S)
 
 
 def find(settings: Settings) -> StackState | None:
@@ -236,6 +248,21 @@ def _wanted_state(settings: Settings, machine: Machine) -> StackState:
     )
 
 
+def _end_orphans(settings: Settings, say: Say) -> None:
+    """End what is left of a server of ours that was killed: a part of it that still serves keeps the port.
+
+    The mark in its environment tells that a process in the dead leader's session is not somebody else's. Flow runs that
+    are left of a worker go on.
+    """
+    known = servers.load_state(settings)
+    members = known.members if known else {}
+    dead = {member.pid: name for name, member in members.items() if name in PORTS and not member.alive()}
+    left = {_session(process.pid) for process, _ in servers.marked_processes(settings)} & set(dead) if dead else set()
+    for leader in left:
+        say(f"The {dead[leader]} server was killed; ending what is left of it.")
+    end_sessions(list(left), SERVER_GRACE_S)
+
+
 def _start_server(settings: Settings, state: StackState, name: str, say: Say) -> None:
     """Start a server that does not run, on the port it had before if that is free: workers and browsers know it."""
     if name in state.members:
@@ -248,8 +275,10 @@ def _start_server(settings: Settings, state: StackState, name: str, say: Say) ->
         say(f"The port of the {name} server was taken meanwhile; starting the workers again for its new one.")
     elif name == PREFECT:
         # Prefect's workers never hear of a cancellation again once their server was away; those at work stay.
-        others = {other: member for other, member in others.items() if member.is_idle()}
-    end_sessions([member.pid for member in others.values()], WORKER_GRACE_S)
+        others = {other: member for other, member in others.items() if not member.children()}
+    else:
+        others = {}
+    _end_workers(others)
     state.members = state.alive()
     state.own_urls = {**state.own_urls, name: url}
     if name == PREFECT:
@@ -377,10 +406,12 @@ def _settle_flow_runs(settings: Settings, state: StackState, state_type: str, me
 
 
 def _settle_ledger(settings: Settings, flow_run_ids: set[str], run_state: str) -> None:
-    """Close the runs whose flow run was just closed."""
+    """Close the runs whose flow run was just closed, and fence their actors, of which none may go on."""
     from tasks.exchange.ledger import Ledger
 
     ledger = Ledger(settings.ledger_url)
     for run in ledger.list_runs():
         if run.state == "running" and run.flow_run_id in flow_run_ids:
             ledger.set_run_state(run.run_id, run_state)
+            for actor in ledger.actors(run.run_id):
+                ledger.fence(run.run_id, actor.role, actor.slot)

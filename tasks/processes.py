@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import psutil
@@ -158,6 +158,20 @@ def end_sessions(leaders: Sequence[int], grace_s: float = 10.0) -> None:
         time.sleep(0.05)
         known = _alive(known | _members(leaders))
     kill_processes(known | _members(leaders), leaders)
+
+
+def ask_to_end(processes: Iterable[psutil.Process], grace_s: float) -> None:
+    """SIGTERM these processes alone, and wait up to `grace_s` until they are gone; what they started is theirs to end.
+
+    The caller ends what is left.
+    """
+    known = _alive(set(processes))
+    for process in known:
+        _send(process, signal.SIGTERM)
+    deadline = time.monotonic() + grace_s
+    while known and time.monotonic() < deadline:
+        time.sleep(0.05)
+        known = _alive(known)
 
 
 def kill_processes(processes: set[psutil.Process], leaders: Sequence[int] = ()) -> None:

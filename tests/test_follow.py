@@ -234,16 +234,17 @@ def test_a_run_that_was_killed_with_its_stack_is_not_waited_for() -> None:
     cancelled = replace(a_view(STEPS, (silent,)), run=replace(RUN, state="cancelled"))
     shown, _ = follower(FakeApi("RUNNING", Unreachable("no answer")), a_view(STEPS), cancelled)
     assert shown.follow()["type"] == "CANCELLED"
-    lost = a_view(STEPS, (silent,))
-    shown, _ = follower(FakeApi("RUNNING", Unreachable("no answer")), a_view(STEPS, (SUPERVISOR,)), lost)
+    late, lost = a_view(STEPS, (silent,)), a_view(STEPS, (replace(silent, silent_s=61.0),))
+    assert ending(late) is None
+    shown, _ = follower(FakeApi("RUNNING", Unreachable("no answer")), a_view(STEPS, (SUPERVISOR,)), late, lost)
     state = shown.follow()
     assert "seems to have ended" in state["message"]
-    assert "last heard of 30 s ago. `hexflow up`" in state["message"]
+    assert "last heard of 1 min 1 s ago. `hexflow up`" in state["message"]
     assert EXIT_STATUS[state["type"]] == 1
 
 
 def test_a_silent_supervisor_alone_does_not_end_the_watch() -> None:
-    lost = a_view(STEPS, (replace(SUPERVISOR, silent_s=30.0),))
+    lost = a_view(STEPS, (replace(SUPERVISOR, silent_s=100.0),))
     shown, _ = follower(FakeApi("RUNNING", "RUNNING", "RUNNING", "COMPLETED"), lost)
     assert shown.follow()["type"] == "COMPLETED"
 

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
@@ -23,6 +23,7 @@ from deployments.versions import differences, local_versions
 from deployments.worker import wait_for_setup
 from planners.errors import UserError
 from tasks.discovery import discover_machine
+from tasks.exchange.ledger import Ledger
 from tasks.processes import ProcessGroup, end_sessions
 from tasks.settings import Settings
 
@@ -36,6 +37,13 @@ def sleeper(settings: Settings) -> Iterator[Member]:
     yield member
     if member.alive():
         end_sessions([member.pid], grace_s=0.0)
+
+
+def wait_until(condition: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline, f"waited 30 s for {what}"
+        time.sleep(0.02)
 
 
 class FakeServer:
@@ -118,6 +126,117 @@ def test_down_ends_what_the_state_file_does_not_know(settings: Settings, sleeper
     assert stack.down(settings, lambda _: None)
     assert not sleeper.alive()
     assert not stack.down(settings, lambda _: None)
+
+
+FLOW_RUN = """
+import pathlib, signal, sys, time
+def leave(*_):
+    left = pathlib.Path(sys.argv[1])
+    earlier = sorted(other.name for other in left.parent.glob("*.left"))
+    time.sleep(0.2)  # a kill by the worker comes at once
+    left.write_text(" ".join(earlier))
+    sys.exit(0)
+signal.signal(signal.SIGTERM, leave)
+print("ready", flush=True)
+time.sleep(600)
+"""
+WORKER = f"""
+import signal, subprocess, sys, time
+flow_run = subprocess.Popen([sys.executable, "-c", {FLOW_RUN!r}, sys.argv[1]])
+def leave(*_):
+    flow_run.kill()
+    sys.exit(0)
+signal.signal(signal.SIGTERM, leave)
+while True:
+    time.sleep(0.05)
+    flow_run.poll()
+"""
+"""A worker as Prefect's is: it kills its flow run when it is told to end."""
+
+
+def test_down_lets_flow_runs_close_their_books_those_of_runs_first(settings: Settings, tmp_path: Path) -> None:
+    members = {}
+    for name in ("worker-cpu", "worker-control"):
+        argv = [sys.executable, "-c", WORKER, str(tmp_path / f"{name}.left")]
+        members[name] = servers.start_member(settings, name, argv, {servers.MARKER: str(settings.home)})
+    wait_until(lambda: all(member.log.read_text() == "ready\n" for member in members.values()), "the flow runs")
+    state = state_with()
+    state.members = members
+    servers.save_state(settings, state)
+    assert stack.down(settings, lambda _: None)
+    assert not any(member.alive() for member in members.values())
+    assert (tmp_path / "worker-control.left").read_text() == ""
+    assert (tmp_path / "worker-cpu.left").read_text() == "worker-control.left"
+
+
+def test_what_a_killed_server_leaves_is_ended_and_nothing_else(settings: Settings, sleeper: Member) -> None:
+    """The child of MLflow's server serves on, and would keep the port."""
+    code = (
+        "import subprocess, sys, time\n"
+        "print(subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']).pid, flush=True)\n"
+        "time.sleep(600)"
+    )
+    members, children = {"sleeper": sleeper}, {}
+    for name, home in (("mlflow", settings.home), ("prefect", "another"), ("worker-cpu", settings.home)):
+        members[name] = servers.start_member(settings, name, [sys.executable, "-c", code], {servers.MARKER: str(home)})
+    try:
+        leaders = [name for name in members if name != "sleeper"]
+        wait_until(lambda: all(members[name].log.read_text().endswith("\n") for name in leaders), "the children")
+        for name in leaders:
+            children[name] = psutil.Process(int(members[name].log.read_text()))
+            os.kill(members[name].pid, signal.SIGKILL)
+        wait_until(lambda: not any(members[name].alive() for name in leaders), "the leaders' end")
+        state = state_with()
+        state.members = members
+        servers.save_state(settings, state)
+        said: list[str] = []
+        stack._end_orphans(settings, said.append)
+        assert {name: runs(child) for name, child in children.items()} == {
+            "mlflow": False,
+            "prefect": True,
+            "worker-cpu": True,
+        }
+        assert sleeper.alive()
+        assert said == ["The mlflow server was killed; ending what is left of it."]
+    finally:
+        end_sessions([member.pid for member in members.values()], grace_s=0.0)
+
+
+def test_workers_stay_when_a_server_comes_back_on_its_port(
+    settings: Settings, sleeper: Member, free_port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They have nothing to do with MLflow's; of Prefect's, those that run nothing start anew."""
+    monkeypatch.setattr(servers, "prefect_server_argv", lambda port: SLEEPER)
+    monkeypatch.setattr(servers, "mlflow_server_argv", lambda settings, port: SLEEPER)
+    state = state_with(sleeper)
+    argv = [sys.executable, "-c", WORKER, str(tmp_path / "left")]
+    state.members["worker-busy"] = servers.start_member(settings, "worker-busy", argv, {})
+    wait_until(lambda: bool(state.members["worker-busy"].log.read_text()), "its flow run")
+    state.own_urls = {
+        name: f"http://127.0.0.1:{free_port}{path}" for name, path in (("mlflow", ""), ("prefect", "/api"))
+    }
+    try:
+        stack._start_server(settings, state, "mlflow", print)
+        assert set(state.members) == {"worker-cpu", "worker-busy", "mlflow"}
+        assert sleeper.alive()
+        stack._start_server(settings, state, "prefect", print)
+        assert set(state.members) == {"worker-busy", "prefect", "mlflow"}
+    finally:
+        end_sessions([member.pid for member in state.members.values()], grace_s=0.0)
+
+
+def test_a_run_that_is_settled_keeps_no_actor_at_work(settings: Settings) -> None:
+    ledger = Ledger(settings.ledger_url)
+    sizes = {"prompts_per_step": 1, "max_staleness": 1, "steps": 1, "max_attempts_per_prompt": 1}
+    for run_id in ("gone", "other"):
+        ledger.create_run(run_id, flow_run_id=f"flow-{run_id}", **sizes)
+        for role in ("supervisor", "trainer", "replica"):
+            ledger.heartbeat(ledger.register(run_id, role, 0, pid=1, machine="here"))
+    stack._settle_ledger(settings, {"flow-gone"}, "cancelled")
+    states = {
+        run.run_id: (run.state, {actor.state for actor in ledger.actors(run.run_id)}) for run in ledger.list_runs()
+    }
+    assert states == {"gone": ("cancelled", {"fenced"}), "other": ("running", {"running"})}
 
 
 def test_down_without_a_home_makes_none(tmp_path: Path) -> None:
@@ -336,7 +455,7 @@ def test_a_server_is_known_by_the_process_that_listens(tmp_path: Path, free_port
         assert stack._serves(listening, url)
         assert not stack._serves(silent, url)
         assert servers.is_taken(free_port)
-        assert listening.is_idle()
+        assert listening.children() == []
     finally:
         foreign.stop()
         idle.stop()
