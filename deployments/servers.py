@@ -164,6 +164,9 @@ def environment(settings: Settings, prefect_url: str, mlflow_url: str) -> dict[s
         # Left to its default it is looked for in ~/.prefect, and each server start registers all blocks anew.
         "PREFECT_SERVER_MEMO_STORE_PATH": str(home / "memo_store.toml"),
         "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+        # Prefect keeps the exception of a failed flow: by default as a pickle in ~/.prefect, where nobody clears up.
+        "PREFECT_LOCAL_STORAGE_PATH": str(home / "storage"),
+        "PREFECT_RESULTS_DEFAULT_SERIALIZER": "json",
         "PREFECT_WORKER_QUERY_SECONDS": "2",
         "MLFLOW_TRACKING_URI": mlflow_url,
         "MLFLOW_DISABLE_TELEMETRY": "true",

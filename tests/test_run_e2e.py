@@ -143,6 +143,9 @@ def test_a_run_survives_kills_is_cancelled_without_a_server_and_completes_when_r
     assert status == 0, output
     assert_nothing_left(stack_settings, ledger, run_id)
     assert_completed(stack_settings, ledger, run_id, resumed.summary(run_id))
+    kept = list((stack_settings.home / "prefect" / "storage").iterdir())
+    assert kept, "Prefect kept nothing of the actors that were killed"
+    assert all(json.loads(path.read_bytes()) for path in kept), "a pickle"
 
 
 def assert_completed(settings: Settings, ledger: Ledger, run_id: str, summary: dict[str, Any]) -> None:
