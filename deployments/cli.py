@@ -361,8 +361,9 @@ def _run_and_follow(settings: "Settings", parameters: dict[str, Any]) -> None:
         if summary := read_summary(settings, run.run_id):
             for line in summary_lines(summary, settings.runs / run.run_id):
                 console.print(line, soft_wrap=True, markup=False)
-        if state["type"] != "COMPLETED":
-            console.print(f"Continue it with: hexflow resume {run.run_id}", soft_wrap=True)
+        command = f"hexflow resume {run.run_id}"
+        if state["type"] != "COMPLETED" and command not in str(state.get("message")):  # else it is said below
+            console.print(f"Continue it with: {command}", soft_wrap=True)
     _leave(state, console)
 
 
@@ -400,7 +401,8 @@ def _leave(state: dict[str, Any], console: "Console") -> None:
     """Leave with the status that tells how the flow run ended."""
     if state["type"] != "COMPLETED":
         message = str(state.get("message") or "without a message").removeprefix(_FLOW_ERROR).removeprefix("UserError: ")
-        console.print(f"{state['name']}: {message}", soft_wrap=True, markup=False)
+        said = message if message.startswith(state["name"]) else f"{state['name']}: {message}"
+        console.print(said, soft_wrap=True, markup=False)
     raise typer.Exit(EXIT_STATUS.get(state["type"], CANCELLED))
 
 

@@ -21,6 +21,7 @@ from planners.sections import SHIPPED
 from tasks.exchange.layout import RunDirectory
 from tasks.exchange.ledger import Ledger
 from tasks.exchange.rows import PlanEpochRow, RunRow
+from tasks.report import figure, key_figures
 from tasks.settings import Settings
 
 NAMED_BY = {"Prefect server": "PREFECT_API_URL", "MLflow server": "MLFLOW_TRACKING_URI"}
@@ -151,9 +152,10 @@ def run_row(ledger: Ledger, run: RunRow, summary: dict[str, Any]) -> list[str]:
     """The cells of one run; `summary` is empty while there is none."""
     progress = ledger.progress(run.run_id)
     before, after = summary.get("eval_before"), summary.get("eval_after")
+    is_reported = summary.get("status") == "completed"  # the run is closed first, so that its actors leave
     return [
         run.run_id,
-        run.state,
+        run.state if run.state != "completed" or is_reported else "completed, its report follows",
         f"{progress.step}/{run.steps}",
         f"{figure(before)} → {figure(after)}" if before is not None else "",
         figure(progress.reward_mean),
@@ -169,36 +171,5 @@ def read_summary(settings: Settings, run_id: str) -> dict[str, Any]:
 
 
 def summary_lines(summary: dict[str, Any], directory: Path) -> Iterable[str]:
-    """The key figures of a finished run, one line each; figures that are not there are left out."""
-    unscored = summary.get("eval_unscored")
-    named = {
-        "held-out accuracy": f"{figure(summary.get('eval_before'))} → {figure(summary.get('eval_after'))}"
-        + (f" ({unscored} answers could not be scored and count 0)" if unscored else ""),
-        "95 % interval of the gain": _interval(summary.get("eval_ci95")),
-        "steps": figure(summary.get("steps")),
-        "step, predicted / measured": f"{figure(summary.get('step_s_predicted'))} / "
-        f"{figure(summary.get('step_s_measured'))} s",
-        "response tokens/s": figure(summary.get("tokens_per_s")),
-        "staleness seen / allowed": f"{figure(summary.get('max_staleness_seen'))} / "
-        f"{figure(summary.get('max_staleness_allowed'))}",
-        "trainer waits": _share(summary.get("wait_trainer_share")),
-        "rollouts wait": _share(summary.get("wait_rollout_share")),
-        "both at work": _share(summary.get("overlap_share")),
-        "files": str(directory),
-    }
-    return [f"{name:<28}{value}" for name, value in named.items()]
-
-
-def figure(value: float | None) -> str:
-    """A number as a person reads it."""
-    if value is None:
-        return "–"
-    return str(value) if isinstance(value, int) else f"{value:.3g}"
-
-
-def _share(value: float | None) -> str:
-    return "–" if value is None else f"{value:.0%}"
-
-
-def _interval(value: list[float] | None) -> str:
-    return "–" if not value else f"{value[0]:+.3f} to {value[1]:+.3f}"
+    """The key figures of a finished run, one line each."""
+    return [f"{name:<28}{value}" for name, value in key_figures(summary, directory).items()]

@@ -6,6 +6,7 @@ import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, cast
 from uuid import UUID
 
@@ -29,6 +30,7 @@ from planners.make import rounded_down
 from planners.plan import Placement
 from planners.profile import DeviceProfile
 from tasks.exchange.ledger import Progress
+from tasks.report import key_figures
 from tasks.tracking import Tracker
 
 _PROGRESS_EVERY_S = 15.0
@@ -94,7 +96,9 @@ def show_plan(plan: ClusterPlan) -> None:
         description=f"Predicted step: {plan.step_s:.1f} s, {plan.throughput_tokens_per_s:.1f} response tokens/s.",
     )
     figures = {**_plan_figures(plan), "best possible tokens/s": round(plan.upper_bound_tokens_per_s, 1)}
-    create_table_artifact([figures], key="plan-figures", description=f"Mode {plan.mode}; bound: {plan.bound_holds}.")
+    create_table_artifact(
+        as_rows(figures), key="plan-figures", description=f"Mode {plan.mode}; bound: {plan.bound_holds}."
+    )
     create_markdown_artifact(as_list(plan.explanation), key="plan-explanation", description="Why this split.")
     memory = f"```\n{memory_table(plan)}\n```"
     create_markdown_artifact(memory, key="plan-memory", description="Estimated memory of each process.")
@@ -103,6 +107,11 @@ def show_plan(plan: ClusterPlan) -> None:
 def as_list(words: str) -> str:
     """Lines as a Markdown list, which would otherwise run together."""
     return "\n".join(f"- {line}" for line in words.splitlines())
+
+
+def as_rows(figures: Mapping[str, Any]) -> list[dict[str, str]]:
+    """A table of two columns: a page shows no more than a few."""
+    return [{"figure": name, "value": str(value)} for name, value in figures.items()]
 
 
 def _plan_figures(plan: ClusterPlan) -> dict[str, Any]:
@@ -126,7 +135,7 @@ def show_cluster_plan(
 ) -> None:
     """A described cluster's plan: figures, words, pictures in characters, and throughput against budget."""
     figures = {**_plan_figures(plan), "USD/h": round(plan.usd_per_h, 2)}
-    create_table_artifact([figures], key="cluster-plan", description=f"{plan.model} on {plan.cluster}.")
+    create_table_artifact(as_rows(figures), key="cluster-plan", description=f"{plan.model} on {plan.cluster}.")
     create_markdown_artifact(as_list(words), key="cluster-plan-explanation", description="Why this split.")
     for key, picture in pictures.items():
         create_markdown_artifact(f"```\n{picture}\n```", key=key, description=f"{plan.model} on {plan.cluster}.")
@@ -145,10 +154,10 @@ def show_cluster_plan(
 
 
 @_shown("the summary")
-def show_summary(summary: Mapping[str, Any]) -> None:
-    """The run's result as a table."""
-    rows = [{"figure": key, "value": str(value)} for key, value in summary.items()]
-    create_table_artifact(rows, key="summary", description=f"Run {summary['run_id']}: {summary['status']}.")
+def show_summary(summary: Mapping[str, Any], directory: Path) -> None:
+    """The run's key figures as a table; all of them are in `summary.json` in its `directory`."""
+    description = f"Run {summary['run_id']}: {summary['status']}. All figures are in summary.json, among its files."
+    create_table_artifact(as_rows(key_figures(summary, directory)), key="summary", description=description)
 
 
 def _placement_row(placement: Placement) -> dict[str, Any]:

@@ -198,7 +198,7 @@ def report(run: RunContext, plan: ClusterPlan, tracker: Tracker) -> dict[str, An
     tracker.log_artifact(run.directory.summary)
     tracker.log_artifact(run.directory.curves)
     with _without_repeats() if summary["status"] == "cancelled" else nullcontext():
-        show_summary(summary)
+        show_summary(summary, run.directory.root)
     return summary
 
 

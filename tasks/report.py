@@ -85,6 +85,45 @@ def summarise(
     }
 
 
+def key_figures(summary: Mapping[str, Any], directory: Path) -> dict[str, str]:
+    """The figures of a run that a person reads, by label, and where its files are; what is not known is left out."""
+    get = summary.get
+    before, after, unscored, interval = (get(f"eval_{key}") for key in ("before", "after", "unscored", "ci95"))
+    accuracy = f"{figure(before)} → {figure(after)}" if after is not None else f"{figure(before)} before training"
+    if unscored:
+        accuracy += f" ({unscored} answers could not be scored and count 0)"
+    shown = {
+        "held-out accuracy": (before, accuracy),
+        "95 % interval of the gain": (interval, f"{interval[0]:+.3f} to {interval[1]:+.3f}" if interval else ""),
+        "steps": (get("steps"), figure(get("steps"))),
+        "step, predicted / measured": (
+            get("step_s_measured"),
+            f"{figure(get('step_s_predicted'))} / {figure(get('step_s_measured'))} s",
+        ),
+        "response tokens/s": (get("tokens_per_s"), figure(get("tokens_per_s"))),
+        "staleness seen / allowed": (
+            get("steps") or None,
+            f"{figure(get('max_staleness_seen'))} / {figure(get('max_staleness_allowed'))}",
+        ),
+        "trainer waits": (get("wait_trainer_share"), _percent(get("wait_trainer_share"))),
+        "rollouts wait": (get("wait_rollout_share"), _percent(get("wait_rollout_share"))),
+        "both at work": (get("overlap_share"), _percent(get("overlap_share"))),
+        "files": (directory, str(directory)),
+    }
+    return {label: words for label, (known, words) in shown.items() if known is not None}
+
+
+def figure(value: float | None) -> str:
+    """A number as a person reads it."""
+    if value is None:
+        return "–"
+    return str(value) if isinstance(value, int) else f"{value:.3g}"
+
+
+def _percent(share: float | None) -> str:
+    return "" if share is None else f"{share:.0%}"
+
+
 def predicted_times(plan: ClusterPlan) -> dict[str, float]:
     """Seconds of a step and of its parts, as `summary.json` and MLflow name them."""
     return {

@@ -17,7 +17,7 @@ from sqlalchemy import update
 from deployments import api, cli, follow, stack
 from deployments.api import Json, Unreachable
 from deployments.servers import Member, StackState
-from deployments.show import show_running, show_runs, show_status, summary_lines
+from deployments.show import run_row, show_running, show_runs, show_status, summary_lines
 from deployments.stack import Stack
 from deployments.versions import WIRE_SCHEMA
 from planners.cluster import Device, Machine
@@ -89,6 +89,26 @@ def test_a_run_lost_from_sight_was_started_all_the_same(
     assert out.getvalue().rfind("\x1b[?25h") > out.getvalue().rfind("\x1b[?25l") >= 0
 
 
+@pytest.mark.parametrize("message", ["Cancelled; `hexflow resume tiny-1` continues it.", "Ended by `hexflow down`."])
+def test_how_to_continue_a_cancelled_run_is_said_once(
+    message: str, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = io.StringIO()
+    ledger = Ledger(settings.ledger_url)
+    sizes = {"prompts_per_step": 4, "max_staleness": 2, "steps": 4, "max_attempts_per_prompt": 3}
+    ledger.create_run("tiny-1", flow_run_id="flow-1", **sizes)
+    state = {"type": "CANCELLED", "name": "Cancelled", "message": message}
+    monkeypatch.setattr(api.PrefectApi, "create_flow_run", lambda *_: "flow-1")
+    monkeypatch.setattr(follow.Follower, "follow", lambda _: state)
+    monkeypatch.setattr(cli, "_console", lambda: Console(file=out, width=100))
+    monkeypatch.setattr(cli, "_bring_up", lambda *_: Stack("http://127.0.0.1:1/api", "http://127.0.0.1:2"))
+    with pytest.raises(typer.Exit):
+        cli._run_and_follow(settings, {})
+    assert out.getvalue().count("hexflow resume tiny-1") == 1
+    assert "Cancelled: Cancelled" not in out.getvalue()
+    assert "Cancelled" in out.getvalue()
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -102,9 +122,10 @@ def test_a_run_lost_from_sight_was_started_all_the_same(
         (["plan", "good.yaml", "data.task=chain_sums", "--cluster", LAPTOP], "did you mean 'chain_sum'"),
         (["plan", "good.yaml", "--cluster", ""], "--cluster names no file"),
         (["plan", "good.yaml", "--cluster", LAPTOP, "--json", "."], "is a directory: name a file"),
-        (["plan", "good.yaml", "--cluster", LAPTOP, "--json", "/proc/none/plan.json"], "cannot be written"),
+        (["plan", "good.yaml", "--cluster", LAPTOP, "--json", "/proc/plan.json"], "cannot be written"),
+        (["plan", "good.yaml", "--cluster", LAPTOP, "--json", "none/plan.json"], "none is no directory. Make it first"),
         (["plan", "good.yaml", "--cluster", LAPTOP, "--json", "/dev/null"], "no regular file"),
-        (["simulate", "none.json", "--json", "/proc/none/figures.json"], "cannot be written"),
+        (["simulate", "none.json", "--json", "/proc/figures.json"], "cannot be written"),
     ],
 )
 def test_bad_input_is_one_line_and_starts_nothing(
@@ -307,6 +328,17 @@ def test_runs_are_listed_with_their_results(settings: Settings) -> None:
     assert all(expected in out.getvalue() for expected in ("tiny-1", "running", "0/4", "0.06 → 0.7", "39"))
 
 
+def test_a_completed_run_without_its_summary_is_not_all_there_yet(settings: Settings) -> None:
+    """A run that was resumed has the summary of its first part already."""
+    ledger = Ledger(settings.ledger_url)
+    ledger.create_run("tiny-1", prompts_per_step=4, max_staleness=2, steps=4, max_attempts_per_prompt=3)
+    ledger.set_run_state("tiny-1", "completed")
+    (run,) = ledger.list_runs()
+    for summary in ({}, {"status": "cancelled"}):
+        assert run_row(ledger, run, summary)[1] == "completed, its report follows"
+    assert run_row(ledger, run, {"status": "completed"})[1] == "completed"
+
+
 def test_status_tells_machines_and_the_plan_in_force(settings: Settings) -> None:
     plan = gpu_plan("here", "fast", 3)
     ledger = Ledger(settings.ledger_url)
@@ -327,10 +359,14 @@ def test_status_tells_machines_and_the_plan_in_force(settings: Settings) -> None
 def test_answers_without_a_score_are_told(tmp_path: Path) -> None:
     lines = summary_lines({"eval_before": 0.25, "eval_after": 0.5, "eval_unscored": 3}, tmp_path)
     assert "0.25 → 0.5 (3 answers could not be scored and count 0)" in next(iter(lines))
-    assert "could not be scored" not in next(iter(summary_lines({"eval_unscored": 0}, tmp_path)))
+    assert "could not be scored" not in next(iter(summary_lines({"eval_before": 0.25, "eval_unscored": 0}, tmp_path)))
 
 
-def test_summary_lines_leave_gaps_where_nothing_is_known(tmp_path: Path) -> None:
-    lines = dict(line.split("  ", 1) for line in summary_lines({"eval_ci95": [0.5, 0.73], "steps": 40}, tmp_path))
+def test_only_what_is_known_of_a_run_is_told(tmp_path: Path) -> None:
+    known = {"eval_before": 0.25, "eval_after": None, "steps": 0, "step_s_predicted": 9.0, "max_staleness_seen": 0}
+    lines = dict(line.split("  ", 1) for line in summary_lines(known, tmp_path))
+    assert list(lines) == ["held-out accuracy", "steps", "files"]
+    assert lines["held-out accuracy"].strip() == "0.25 before training"
+    lines = dict(line.split("  ", 1) for line in summary_lines({"eval_ci95": [0.5, 0.73]}, tmp_path))
+    assert list(lines) == ["95 % interval of the gain", "files"]
     assert lines["95 % interval of the gain"].strip() == "+0.500 to +0.730"
-    assert lines["held-out accuracy"].strip() == "– → –"

@@ -171,7 +171,7 @@ def test_a_generator_that_cannot_serve_is_refused(change: dict[str, Any], messag
 
 
 def test_the_toy_cannot_hold_out_all_it_has() -> None:
-    with pytest.raises(UserError, match=r"data\.kind toy has only about 300"):
+    with pytest.raises(UserError, match=r"data\.kind toy has only about 300 different questions: lower it\.$"):
         source(TOY | {"heldout_size": 301})
 
 

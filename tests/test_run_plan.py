@@ -60,9 +60,9 @@ def test_the_plan_is_kept_whole_and_shown(shown: dict[str, Any]) -> None:
         ("rollout", "1"),
         ("rollout", "2"),
     ]
-    (figures,) = shown["plan-figures"]
+    figures = {row["figure"]: row["value"] for row in shown["plan-figures"]}
     assert (figures["mode"], figures["gap"]) == ("joint", "0.00%")
-    assert figures["best possible tokens/s"] == pytest.approx(PLAN.throughput_tokens_per_s, rel=1e-3)
+    assert float(figures["best possible tokens/s"]) == pytest.approx(PLAN.throughput_tokens_per_s, rel=1e-3)
     assert shown["plan-explanation"].splitlines()[0] == f"- {PLAN.explanation.splitlines()[0]}"
     assert "training stage 0" in shown["plan-memory"]
 
@@ -80,4 +80,6 @@ def test_measured_times_are_tracked_beside_predicted_ones(
     measured = {name: value for name, value in tracker.metrics.items() if name.startswith("plan/measured")}
     assert measured == {"plan/measured_step_s": 9.0, "plan/measured_train_s": 8.5, "plan/measured_publish_s": 0.5}
     assert tracker.files == ["summary.json", "curves.png"]
-    assert shown["summary"]
+    labels = [row["figure"] for row in shown["summary"]]
+    assert labels == ["step, predicted / measured", "files"]
+    assert shown["summary"][-1]["value"] == str(run.directory.root)

@@ -50,7 +50,9 @@ def require_writable(path: Path) -> None:
     """
     if path.exists() and not path.is_file():
         raise UserError(f"{path} is {'a directory' if path.is_dir() else 'no regular file'}: name a file.")
-    place = next(parent for parent in path.absolute().parents if parent.exists())
+    place = path.absolute().parent
+    if not place.is_dir():  # `write_atomic` would make it, also where the name is a slip
+        raise UserError(f"{path} cannot be written: {place} is no directory. Make it first, or name another.")
     try:
         with tempfile.TemporaryFile(dir=place):
             pass

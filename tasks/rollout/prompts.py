@@ -157,7 +157,7 @@ def _first_unique(draw: Draw, data: DataSection) -> list[Item]:
         if repeats == MAX_COLLISIONS:
             raise UserError(
                 f"data.heldout_size is {data.heldout_size}, but {_name(data)} has only about {len(found)} different "
-                "questions: lower it, or widen data.parameters."
+                f"questions: lower it{_or_widen(data)}."
             )
         found.setdefault(item.question, item)
         index += 1
@@ -172,8 +172,12 @@ def _draw_unless_kept(draw: Draw, kept: frozenset[str], data: DataSection, promp
             return item
     raise UserError(
         f"The questions of {_name(data)} are practically all held out: lower data.heldout_size "
-        f"({data.heldout_size}), or widen data.parameters."
+        f"({data.heldout_size}){_or_widen(data)}."
     )
+
+
+def _or_widen(data: DataSection) -> str:
+    return "" if data.kind == "toy" else ", or widen data.parameters"
 
 
 def _name(data: DataSection) -> str:
