@@ -400,7 +400,7 @@ def _follow(settings: "Settings", api: Any, flow_run_id: str, console: "Console"
 def _leave(state: dict[str, Any], console: "Console") -> None:
     """Leave with the status that tells how the flow run ended."""
     if state["type"] != "COMPLETED":
-        message = str(state.get("message") or "without a message").removeprefix(_FLOW_ERROR).removeprefix("UserError: ")
+        message = str(state.get("message") or "without a message").removeprefix(_FLOW_ERROR)
         said = message if message.startswith(state["name"]) else f"{state['name']}: {message}"
         console.print(said, soft_wrap=True, markup=False)
     raise typer.Exit(EXIT_STATUS.get(state["type"], CANCELLED))

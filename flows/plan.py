@@ -5,11 +5,13 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from prefect import flow
+from prefect import State, flow
+from prefect.states import Failed
 from pydantic import Field
 
 from flows.artifacts import show_cluster_plan, show_plan
 from flows.planning import discover, make_plan, measure, prepare
+from planners.errors import UserError
 from planners.explain import cluster_map, gantt, memory_table
 from planners.make import Mode
 from planners.sections import Section
@@ -33,15 +35,21 @@ class ClusterWish(Section):
 
 
 @flow(name="plan", flow_run_name="plan-{experiment.run.name}", log_prints=True)
-def plan(experiment: Experiment = Experiment(), cluster: ClusterWish | None = None) -> dict[str, Any]:
+def plan(experiment: Experiment = Experiment(), cluster: ClusterWish | None = None) -> dict[str, Any] | State[Any]:
     """Choose who generates and who trains, and predict how fast that is.
 
     Args:
         experiment: Names the model and the sizes of a step.
         cluster: Machines to plan for, by a cost model; empty: this machine, measured.
     """
-    if cluster is not None:
-        return plan_for_cluster(experiment, cluster)
+    try:
+        return plan_on_this_machine(experiment) if cluster is None else plan_for_cluster(experiment, cluster)
+    except UserError as error:
+        return Failed(message=str(error))  # raised, it would stand in the log below a traceback
+
+
+def plan_on_this_machine(experiment: Experiment) -> dict[str, Any]:
+    """Measure this machine, plan for it, and show the plan."""
     model_path = prepare(experiment)
     machine = discover()
     profiles = measure(experiment, machine, model_path)

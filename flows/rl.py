@@ -10,7 +10,7 @@ from prefect import State, flow, runtime
 from prefect.client.orchestration import get_client
 from prefect.exceptions import TerminationSignal
 from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
-from prefect.states import Cancelled
+from prefect.states import Cancelled, Failed
 from sqlalchemy.exc import SQLAlchemyError
 
 from flows.artifacts import ProgressArtifact, name_flow_run, show_plan, show_summary, show_tracking
@@ -20,6 +20,7 @@ from flows.launcher import PrefectLauncher
 from flows.planning import discover, make_plan, measure, prepare
 from flows.supervisor import Supervisor
 from planners.cluster_plan import ClusterPlan
+from planners.errors import UserError
 from planners.machine import placements
 from planners.plan import Placements
 from tasks.devices import hold_devices
@@ -44,8 +45,16 @@ def rl(experiment: Experiment = Experiment(), resume: str | None = None) -> dict
         experiment: Everything that decides the run; the defaults are the laptop run.
         resume: Id of an unfinished run to continue from its last checkpoint, under the experiment it was started with.
     """
-    run = open_run(experiment, resume, runtime.flow_run.id)
-    print(f"run {run.run_id} in {run.directory.root}")
+    try:
+        run = open_run(experiment, resume, runtime.flow_run.id)
+        print(f"run {run.run_id} in {run.directory.root}")
+        return conduct(run)
+    except UserError as error:
+        return Failed(message=str(error))  # raised, it would stand in the log below a traceback
+
+
+def conduct(run: RunContext) -> dict[str, Any] | State[Any]:
+    """Own, watch and track the run while it is carried out; returns the summary, or that it was cancelled."""
     try:
         with owned(run), CancellationWatch(run, runtime.flow_run.id), tracked(run) as tracker:
             name_flow_run(run)

@@ -5,10 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from prefect import State
 
 from flows import artifacts
 from flows import rl as running
 from flows.context import open_run
+from flows.plan import ClusterWish, plan
 from planners.cluster_plan import ClusterPlan, read_plan
 from tasks.experiment import Experiment
 from tasks.tracking import Tracker
@@ -83,3 +85,16 @@ def test_measured_times_are_tracked_beside_predicted_ones(
     labels = [row["figure"] for row in shown["summary"]]
     assert labels == ["step, predicted / measured", "files"]
     assert shown["summary"][-1]["value"] == str(run.directory.root)
+
+
+@pytest.mark.usefixtures("settings")
+def test_a_fault_that_a_person_can_mend_ends_a_flow_with_its_sentence_alone() -> None:
+    """Raised, it would stand in the log below a traceback."""
+    ended = [
+        (running.rl.fn(Experiment(), "absent"), "There is no run absent to resume"),
+        (plan.fn(Experiment(), ClusterWish(file="/none/such.yaml")), "There is no cluster file /none/such.yaml"),
+    ]
+    for state, sentence in ended:
+        assert isinstance(state, State)
+        assert state.is_failed()
+        assert str(state.message).startswith(sentence)
