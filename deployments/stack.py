@@ -399,19 +399,23 @@ def _settle_flow_runs(settings: Settings, state: StackState, state_type: str, me
         ]
         for flow_run_id in gone:
             api.set_state(flow_run_id, state_type, message, force=True)
+        # Of those that their worker saw die, the ledger has not heard either.
+        crashed = [run["id"] for run in api.flow_runs(["CRASHED"]) if run["id"] not in living]
     except Unreachable:
         return
-    if gone:
-        _settle_ledger(settings, set(gone), "cancelled" if state_type == "CANCELLED" else "failed")
+    if gone or crashed:
+        _settle_runs(settings, state.mlflow_url, {*gone, *crashed}, is_cancelled=state_type == "CANCELLED")
 
 
-def _settle_ledger(settings: Settings, flow_run_ids: set[str], run_state: str) -> None:
-    """Close the runs whose flow run was just closed, and fence their actors, of which none may go on."""
+def _settle_runs(settings: Settings, mlflow_url: str, flow_run_ids: set[str], is_cancelled: bool) -> None:
+    """Close the runs of flow runs that could not do so, also in MLflow; their actors are fenced: none may go on."""
     from tasks.exchange.ledger import Ledger
+    from tasks.tracking import end_run
 
     ledger = Ledger(settings.ledger_url)
     for run in ledger.list_runs():
         if run.state == "running" and run.flow_run_id in flow_run_ids:
-            ledger.set_run_state(run.run_id, run_state)
+            ledger.set_run_state(run.run_id, "cancelled" if is_cancelled else "failed")
             for actor in ledger.actors(run.run_id):
                 ledger.fence(run.run_id, actor.role, actor.slot)
+            end_run(mlflow_url, run.mlflow_run_id, "KILLED" if is_cancelled else "FAILED")

@@ -13,7 +13,8 @@ import os
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -33,8 +34,12 @@ _PARAMS_PER_CALL = 100  # MLflow's limit
 _FIRST_RETRY_S, _LONGEST_RETRY_S = 0.5, 30.0
 _GATHER_S = 1.0
 """Points of this time go in one call."""
-_HTTP_LIMITS = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "10", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0"}
-"""MLflow's own would hold one call for up to 8 minutes; the retries are ours."""
+_ENVIRONMENT = {
+    # MLflow's own limits would hold one call for up to 8 minutes; the retries are ours.
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+}
 
 logger = logging.getLogger(__name__)
 
@@ -298,20 +303,44 @@ def end_attempts(tracking_uri: str | None, parent_run_id: str | None, status: St
     if not tracking_uri or not parent_run_id:
         return 0
     client = _client(tracking_uri)
-    from mlflow.exceptions import MlflowException
-    from sqlalchemy.exc import SQLAlchemyError
-
     wanted = {"mlflow.parentRunId": parent_run_id, **tags}
     conditions = [f"tags.`{name}` = '{value}'" for name, value in wanted.items()]
     ended = 0
-    try:
+    with _logged("end the runs of dead attempts"):
         experiment = client.get_run(parent_run_id).info.experiment_id
         for run in client.search_runs([experiment], " and ".join([*conditions, "attributes.status = 'RUNNING'"])):
             client.set_terminated(run.info.run_id, status)
             ended += 1
-    except (MlflowException, SQLAlchemyError, OSError) as error:
-        logger.warning("MLflow could not end the runs of dead attempts: %s", " ".join(str(error).split())[:300])
     return ended
+
+
+def end_run(tracking_uri: str | None, run_id: str | None, status: Status) -> None:
+    """End a run, and its attempts, whose processes were killed and left it RUNNING. A failure is logged, never raised.
+
+    Args:
+        tracking_uri: as for `Tracker.parent`; without it, or without a run, there is nothing to end.
+        run_id: MLflow's id of the parent run.
+        status: what they become; a run that has ended keeps its own.
+    """
+    if not tracking_uri or not run_id:
+        return
+    end_attempts(tracking_uri, run_id, status, {})
+    client = _client(tracking_uri)
+    with _logged("end the run"):
+        if client.get_run(run_id).info.status == "RUNNING":
+            client.set_terminated(run_id, status)
+
+
+@contextmanager
+def _logged(purpose: str) -> Iterator[None]:
+    """A failure of MLflow's in here is logged, and no more."""
+    from mlflow.exceptions import MlflowException
+    from sqlalchemy.exc import SQLAlchemyError
+
+    try:
+        yield
+    except (MlflowException, SQLAlchemyError, OSError) as error:
+        logger.warning("MLflow could not %s: %s", purpose, " ".join(str(error).split())[:300])
 
 
 def _is_refusal(error: Exception) -> bool:
@@ -325,7 +354,7 @@ def _is_refusal(error: Exception) -> bool:
 
 
 def _client(tracking_uri: str) -> Any:
-    for name, value in _HTTP_LIMITS.items():
+    for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     from mlflow import MlflowClient
 

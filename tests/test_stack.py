@@ -9,19 +9,22 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from datetime import UTC, datetime, timedelta
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from typing import ClassVar
 
 import psutil
 import pytest
 import yaml
 
 from deployments import servers, setup, stack
-from deployments.api import PrefectApi, Unreachable, answers
+from deployments.api import Json, PrefectApi, Unreachable, answers
 from deployments.servers import Member, StackState
 from deployments.versions import differences, local_versions
 from deployments.worker import wait_for_setup
 from planners.errors import UserError
+from tasks import tracking
 from tasks.discovery import discover_machine
 from tasks.exchange.ledger import Ledger
 from tasks.processes import ProcessGroup, end_sessions
@@ -225,18 +228,65 @@ def test_workers_stay_when_a_server_comes_back_on_its_port(
         end_sessions([member.pid for member in state.members.values()], grace_s=0.0)
 
 
-def test_a_run_that_is_settled_keeps_no_actor_at_work(settings: Settings) -> None:
+class SettledApi(PrefectApi):
+    """A server with a flow run whose process is gone, one that lives, one that starts just now and one that crashed."""
+
+    closed: ClassVar[list[tuple[str, str]]] = []
+
+    def flow_runs(self, state_types: list[str]) -> list[Json]:
+        if state_types == ["CRASHED"]:
+            return [{"id": "flow-crashed"}]
+        ages_h = {"flow-gone": 1, "flow-living": 1, "flow-starting": -1}
+        return [
+            {"id": name, "state": {"timestamp": (datetime.now(UTC) - timedelta(hours=age_h)).isoformat()}}
+            for name, age_h in ages_h.items()
+        ]
+
+    def set_state(self, flow_run_id: str, state_type: str, message: str, force: bool = False) -> None:
+        self.closed.append((flow_run_id, state_type))
+
+
+def test_runs_whose_process_was_killed_are_closed(
+    settings: Settings, sleeper: Member, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether their worker saw it and called the flow run crashed, or was killed itself."""
+    settled: list[tuple[set[str], bool]] = []
+    monkeypatch.setattr(SettledApi, "closed", [])
+    monkeypatch.setattr(stack, "PrefectApi", SettledApi)
+    monkeypatch.setattr(
+        stack, "_settle_runs", lambda settings, url, flow_runs, is_cancelled: settled.append((flow_runs, is_cancelled))
+    )
+    monkeypatch.setattr(
+        servers, "marked_processes", lambda settings: [(psutil.Process(), {"PREFECT__FLOW_RUN_ID": "flow-living"})]
+    )
+    state = state_with()
+    state.members = {"prefect": sleeper}
+    stack._settle_flow_runs(settings, state, "CANCELLED", "Ended.", datetime.now(UTC))
+    assert SettledApi.closed == [("flow-gone", "CANCELLED")]
+    assert settled == [({"flow-gone", "flow-crashed"}, True)]
+
+
+@pytest.mark.parametrize(
+    ("is_cancelled", "state", "status"), [(True, "cancelled", "KILLED"), (False, "failed", "FAILED")]
+)
+def test_a_run_that_is_settled_keeps_no_actor_at_work(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch, is_cancelled: bool, state: str, status: str
+) -> None:
+    ended: list[tuple[object, ...]] = []
+    monkeypatch.setattr(tracking, "end_run", lambda *arguments: ended.append(arguments))
     ledger = Ledger(settings.ledger_url)
     sizes = {"prompts_per_step": 1, "max_staleness": 1, "steps": 1, "max_attempts_per_prompt": 1}
     for run_id in ("gone", "other"):
         ledger.create_run(run_id, flow_run_id=f"flow-{run_id}", **sizes)
         for role in ("supervisor", "trainer", "replica"):
             ledger.heartbeat(ledger.register(run_id, role, 0, pid=1, machine="here"))
-    stack._settle_ledger(settings, {"flow-gone"}, "cancelled")
+        ledger.set_mlflow_run(run_id, f"mlflow-{run_id}")
+    stack._settle_runs(settings, "http://mlflow", {"flow-gone"}, is_cancelled)
     states = {
         run.run_id: (run.state, {actor.state for actor in ledger.actors(run.run_id)}) for run in ledger.list_runs()
     }
-    assert states == {"gone": ("cancelled", {"fenced"}), "other": ("running", {"running"})}
+    assert states == {"gone": (state, {"fenced"}), "other": ("running", {"running"})}
+    assert ended == [("http://mlflow", "mlflow-gone", status)]
 
 
 def test_down_without_a_home_makes_none(tmp_path: Path) -> None:

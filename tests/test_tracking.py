@@ -13,7 +13,7 @@ import pytest
 
 from tasks import tracking
 from tasks.exchange.ledger import Ledger
-from tasks.tracking import Tracker, end_attempts, flatten
+from tasks.tracking import Tracker, end_attempts, end_run, flatten
 
 
 @pytest.fixture(scope="module")
@@ -129,6 +129,7 @@ def test_without_a_server_the_run_goes_on(dead_uri: str, monkeypatch: pytest.Mon
     tracker.finish("FAILED", flush_s=1.0)
     assert tracker.run_id is None
     assert end_attempts(dead_uri, "0" * 32, "FAILED", {}) == 0
+    end_run(dead_uri, "0" * 32, "FAILED")
 
 
 def test_the_run_is_created_once_the_store_answers(store: str, client, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,6 +174,20 @@ def test_actors_are_tracked_although_their_run_came_late(store: str, client, tmp
     attempt = client.get_run(child.run_id)
     assert attempt.data.tags["mlflow.parentRunId"] == parent.run_id
     assert attempt.data.metrics == {"throughput": 1.0}
+
+
+def test_what_a_killed_run_left_open_is_ended(store: str, client) -> None:
+    """With its attempts; one that has ended keeps its word."""
+    experiment = client.create_experiment("killed")
+    parent = client.create_run(experiment).info.run_id
+    tags = {"mlflow.parentRunId": parent}
+    children = [client.create_run(experiment, tags=tags).info.run_id for _ in range(2)]
+    stranger = client.create_run(experiment).info.run_id
+    client.set_terminated(children[0], "FINISHED")
+    end_run(store, parent, "KILLED")
+    end_run(store, parent, "FAILED")
+    statuses = [client.get_run(run_id).info.status for run_id in (parent, *children, stranger)]
+    assert statuses == ["KILLED", "FINISHED", "KILLED", "RUNNING"]
 
 
 def test_no_uri_counts_only_and_imports_nothing() -> None:
