@@ -2,11 +2,11 @@
 
 import errno
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 FAILED, BAD_INPUT, CANCELLED = 1, 2, 130
 EXIT_STATUS = {"COMPLETED": 0, "FAILED": FAILED, "CRASHED": FAILED}
 """Exit status by the flow run's last state; any other means that it was cancelled, or left to that."""
+
+
+_Choice = TypeVar("_Choice", bound=StrEnum)
 
 
 class PlanMode(StrEnum):
@@ -41,6 +44,21 @@ class SyncChoice(StrEnum):
     BLOCKING = "blocking"
     TREE = "tree"
     OVERLAPPED = "overlapped"
+
+
+def _choices(kind: type[StrEnum]) -> str:
+    return f"[{'|'.join(kind)}]"
+
+
+def _one_of(kind: type[_Choice]) -> Callable[[str], _Choice]:
+    """Reads a choice; Typer's own way begins its complaint with "Value error"."""
+
+    def parse(text: str) -> _Choice:
+        if text not in list(kind):
+            raise typer.BadParameter(f"'{text}' is not one of {', '.join(kind)}.")
+        return kind(text)
+
+    return parse
 
 
 app = typer.Typer(
@@ -210,7 +228,9 @@ def plan(
     mode: Annotated[
         PlanMode,
         typer.Option(
-            help="joint: the fastest plan; two-phase: as AReaL-Hex plans; homogeneous, uniform, exhaustive: to compare."
+            parser=_one_of(PlanMode),
+            metavar=_choices(PlanMode),
+            help="joint: the fastest plan; two-phase: as AReaL-Hex plans; homogeneous, uniform, exhaustive: to compare.",
         ),
     ] = PlanMode.JOINT,
     budget: Annotated[
@@ -220,7 +240,12 @@ def plan(
         float | None, typer.Option(metavar="TOKENS", help="The cheapest plan with this many response tokens/s.")
     ] = None,
     sync: Annotated[
-        SyncChoice, typer.Option(help="How weights reach the replicas. All but storage need --what-if.")
+        SyncChoice,
+        typer.Option(
+            parser=_one_of(SyncChoice),
+            metavar=_choices(SyncChoice),
+            help="How weights reach the replicas. All but storage need --what-if.",
+        ),
     ] = SyncChoice.STORAGE,
     what_if: Annotated[
         bool, typer.Option("--what-if", help="Allow layouts and sync modes that do not run yet.")

@@ -45,7 +45,7 @@ def plan(experiment: Experiment = Experiment(), cluster: ClusterWish | None = No
     try:
         return plan_on_this_machine(experiment) if cluster is None else plan_for_cluster(experiment, cluster)
     except UserError as error:
-        return Failed(message=str(error))  # raised, it would stand in the log below a traceback
+        return Failed(message=str(error))  # raised, the log would have a traceback of ours before it
 
 
 def plan_on_this_machine(experiment: Experiment) -> dict[str, Any]:

@@ -50,7 +50,7 @@ def rl(experiment: Experiment = Experiment(), resume: str | None = None) -> dict
         print(f"run {run.run_id} in {run.directory.root}")
         return conduct(run)
     except UserError as error:
-        return Failed(message=str(error))  # raised, it would stand in the log below a traceback
+        return Failed(message=str(error))  # raised, the log would have a traceback of ours before it
 
 
 def conduct(run: RunContext) -> dict[str, Any] | State[Any]:

@@ -79,6 +79,7 @@ def test_a_plan_is_explained_written_and_simulated(tmp_path: Path) -> None:
         (["--cluster", CLUSTER, "--budget", "-1"], "budget"),
         (["--cluster", CLUSTER, "--target", "1e9"], "cannot be reached"),
         (["--budget", "10"], "name one with --cluster"),
+        (["--mode", "fast"], "for '--mode': 'fast' is not one of joint, two-phase, "),
         (["--mode", "exhaustive"], "name one with --cluster"),
         (["--sync", "tree"], "name one with --cluster"),
         (["--what-if"], "name one with --cluster"),

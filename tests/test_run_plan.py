@@ -89,7 +89,7 @@ def test_measured_times_are_tracked_beside_predicted_ones(
 
 @pytest.mark.usefixtures("settings")
 def test_a_fault_that_a_person_can_mend_ends_a_flow_with_its_sentence_alone() -> None:
-    """Raised, it would stand in the log below a traceback."""
+    """Raised, it would stand in the log below a traceback; Prefect's own, of any run that failed, follows."""
     ended = [
         (running.rl.fn(Experiment(), "absent"), "There is no run absent to resume"),
         (plan.fn(Experiment(), ClusterWish(file="/none/such.yaml")), "There is no cluster file /none/such.yaml"),
