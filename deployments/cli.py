@@ -230,7 +230,7 @@ def plan(
         typer.Option(
             parser=_one_of(PlanMode),
             metavar=_choices(PlanMode),
-            help="joint: the fastest plan; two-phase: as AReaL-Hex plans; homogeneous, uniform, exhaustive: to compare.",
+            help="joint: the fastest plan; two-phase: as AReaL-Hex plans; the others: to compare.",
         ),
     ] = PlanMode.JOINT,
     budget: Annotated[
