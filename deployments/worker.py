@@ -54,7 +54,7 @@ def worker_name(pool: str, queue: str) -> str:
 
 
 async def serve(pool: str, queue: str) -> None:
-    """Poll the queue until SIGTERM, which ends flow runs in progress as well."""
+    """Poll the queue until SIGTERM, which kills flow runs in progress: `hexflow down` ends these first."""
     from prefect.workers.process import ProcessWorker
 
     serving = asyncio.current_task()

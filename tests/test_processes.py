@@ -11,7 +11,15 @@ import psutil
 import pytest
 
 from planners.errors import UserError
-from tasks.processes import ProcessGroup, apply_device_environment, device_environment, end_sessions, group_alive, tail
+from tasks.processes import (
+    ProcessGroup,
+    apply_device_environment,
+    ask_to_end,
+    device_environment,
+    end_sessions,
+    group_alive,
+    tail,
+)
 
 WAIT_S = 30.0
 STUBBORN = (
@@ -130,6 +138,18 @@ def test_end_sessions_spares_other_sessions(start: Callable[[str], ProcessGroup]
     end_sessions([ended.pid])
     assert not group_alive(ended.pid)
     assert group_alive(spared.pid)
+
+
+def test_ask_to_end_waits_and_spares_what_was_started(start: Callable[[str], ProcessGroup]) -> None:
+    group = start(parent_of(SLEEPER))
+    child = printed_pid(group)
+    ask_to_end([psutil.Process(group.pid)], WAIT_S)
+    assert gone(group.pid)
+    assert not gone(child)
+    stubborn = start(STUBBORN)
+    wait_for(lambda: "ready" in stubborn.tail(), "the process")
+    ask_to_end([psutil.Process(stubborn.pid)], 0.2)
+    assert stubborn.poll() is None, "who asked ends what is left"
 
 
 def test_child_dies_with_its_killed_parent(start: Callable[[str], ProcessGroup]) -> None:
