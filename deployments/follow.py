@@ -1,6 +1,7 @@
 """Follows a flow run from the command line: live progress from the ledger, its end from the Prefect server."""
 
 import itertools
+import math
 import statistics
 import time
 from collections.abc import Sequence
@@ -105,8 +106,8 @@ def with_remedy(state: Json, view: View) -> Json:
     supervisor = supervisor_of(view)
     if state["type"] != "CRASHED" or view.run is None or view.run.state != "running" or supervisor is None:
         return state
-    left_s = max(0.0, SUPERVISOR_SILENCE_S - supervisor.silent_s)
-    when = f"in {left_s:.0f} s" if left_s >= 1 else "now"
+    left_s = math.ceil(SUPERVISOR_SILENCE_S - supervisor.silent_s)
+    when = f"in {left_s} s" if left_s > 0 else "now"
     goes_on = f"Its actors may go on until `hexflow resume` takes over, which can be done {when}."
     return {**state, "message": f"{state['message'].rstrip('.')}. {goes_on}"}
 

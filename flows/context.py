@@ -1,5 +1,6 @@
 """What every part of one run shares, and how a run is opened: new, or resumed from its last checkpoint."""
 
+import math
 import os
 import secrets
 import time
@@ -126,5 +127,5 @@ def require_unsupervised(run: RunRow, ledger: Ledger) -> None:
         if actor.role == "supervisor" and alive:
             raise UserError(
                 f"Run {run.run_id} is being worked on, last heard of {actor.silent_s:.0f} s ago: cancel its flow run "
-                f"first, or, if that crashed, try again in {SUPERVISOR_SILENCE_S:.0f} s."
+                f"first, or, if that crashed, try again in {math.ceil(SUPERVISOR_SILENCE_S - actor.silent_s)} s."
             )

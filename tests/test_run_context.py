@@ -4,13 +4,14 @@ from pathlib import Path
 
 import pytest
 
-from flows.context import open_run
+from flows.context import open_run, require_unsupervised
 from planners.errors import UserError
 from tasks import readiness
 from tasks.devices import hold_devices
 from tasks.discovery import discover_machine
 from tasks.exchange.files import write_json
 from tasks.exchange.ledger import Fenced, Ledger
+from tasks.exchange.rows import ActorRow
 from tasks.experiment import Experiment, parse_experiment
 from tasks.settings import Settings
 from tests.ledger_support import lease, score, take
@@ -33,6 +34,24 @@ def test_a_run_with_a_live_supervisor_is_not_resumed(settings: Settings, experim
     run = open_run(experiment, None, "flow-1")
     with pytest.raises(UserError, match="is being worked on"):
         open_run(experiment, run.run_id, "flow-2")
+
+
+class Supervised:
+    """A ledger with a supervisor that has been silent for so long."""
+
+    def __init__(self, silent_s: float) -> None:
+        self._row = ActorRow("supervisor", 0, 1, "running", 1, "here", None, silent_s, "")
+
+    def actors(self, run_id: str) -> list[ActorRow]:
+        return [self._row]
+
+
+def test_a_refused_resume_says_when_it_can_be_done(settings: Settings, experiment: Experiment) -> None:
+    run = open_run(experiment, None, "flow-1")
+    row = run.ledger.find_run(run_id=run.run_id)
+    with pytest.raises(UserError, match=r"last heard of 14 s ago: .* try again in 6 s\.$"):
+        require_unsupervised(row, Supervised(14.2))
+    require_unsupervised(row, Supervised(20.0))
 
 
 def test_a_resume_fences_what_the_dead_attempt_left(settings: Settings, experiment: Experiment) -> None:
