@@ -73,6 +73,10 @@ app = typer.Typer(
 ExperimentFile = Annotated[
     Path, typer.Argument(metavar="EXPERIMENT", help="Experiment file, YAML; the keys are in tasks/experiment.py.")
 ]
+ClusterFile = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="Plan for the machines that this YAML file describes. Without it: this machine."),
+]
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(metavar="SECTION.KEY=VALUE", help="Values to change, as in algorithm.lr=1e-6."),
@@ -219,12 +223,7 @@ def resume(run: Annotated[str, typer.Argument(metavar="RUN", help="Run id, as `h
 def plan(
     experiment: ExperimentFile,
     overrides: Overrides = None,
-    cluster: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE", help="Plan for the machines that this YAML file describes. Without it: this machine."
-        ),
-    ] = None,
+    cluster: ClusterFile = None,
     mode: Annotated[
         PlanMode,
         typer.Option(
