@@ -117,7 +117,9 @@ def figure(value: float | None) -> str:
     """A number as a person reads it."""
     if value is None:
         return "–"
-    return str(value) if isinstance(value, int) else f"{value:.3g}"
+    if isinstance(value, int):
+        return str(value)
+    return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"  # never 1.8e+03
 
 
 def _percent(share: float | None) -> str:

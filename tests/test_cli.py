@@ -369,4 +369,5 @@ def test_only_what_is_known_of_a_run_is_told(tmp_path: Path) -> None:
     assert lines["held-out accuracy"].strip() == "0.25 before training"
     lines = dict(line.split("  ", 1) for line in summary_lines({"eval_ci95": [0.5, 0.73]}, tmp_path))
     assert list(lines) == ["95 % interval of the gain", "files"]
+    assert "1833" in next(iter(summary_lines({"tokens_per_s": 1833.4}, tmp_path)))
     assert lines["95 % interval of the gain"].strip() == "+0.500 to +0.730"
