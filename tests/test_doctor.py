@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sysconfig
 import threading
+import time
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from importlib import metadata
@@ -300,7 +301,10 @@ def process() -> Iterator[Callable[..., psutil.Process]]:
     def start(**environment: str) -> psutil.Process:
         child = subprocess.Popen(["sleep", "60"], env=os.environ | environment)
         started.append(child)
-        return psutil.Process(child.pid)
+        found, give_up = psutil.Process(child.pid), time.monotonic() + 10
+        while not environment.items() <= found.environ().items():  # the system shows it a moment after the start
+            assert time.monotonic() < give_up, "its environment did not show within 10 s"
+        return found
 
     yield start
     for child in started:
