@@ -37,10 +37,10 @@ def sleeper(settings: Settings) -> Iterator[Member]:
         end_sessions([member.pid], grace_s=0.0)
 
 
-def wait_until(condition: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + 30
+def wait_until(condition: Callable[[], bool], what: str, deadline_s: float = 30.0) -> None:
+    deadline = time.monotonic() + deadline_s
     while not condition():
-        assert time.monotonic() < deadline, f"waited 30 s for {what}"
+        assert time.monotonic() < deadline, f"waited {deadline_s:.0f} s for {what}"
         time.sleep(0.02)
 
 
@@ -352,7 +352,7 @@ def test_a_real_stack_starts_heals_and_ends(stack_settings: Settings) -> None:
     again = stack.find(stack_settings)
     assert again is not None
     assert again.members == first.members
-    wait_until(lambda: not flow_runs(stack_settings), "the processes of earlier tests' flow runs to leave")
+    wait_until(lambda: not flow_runs(stack_settings), "the processes of earlier tests' flow runs to leave", 120.0)
     pss = {
         " ".join(process.cmdline()): process.memory_full_info().pss
         for process, _ in servers.marked_processes(stack_settings)
