@@ -20,13 +20,13 @@ import torch
 from torch import Tensor
 
 from benchmarks.learning import EXPERIMENT
+from tasks.config.experiment import Experiment, load_experiment
+from tasks.config.settings import load_settings
+from tasks.data.prompts import PromptSource
 from tasks.exchange.trajectories import Group, Outcome, Segment, Trajectory
-from tasks.experiment import Experiment, load_experiment
-from tasks.models import load_tokenizer, prepare_model
-from tasks.rollout.prompts import PromptSource
-from tasks.rollout.rewards import open_scorer
-from tasks.settings import load_settings
-from tasks.training.losses import has_gradient, permute_advantages, with_advantages
+from tasks.models.prepare import load_tokenizer, prepare_model
+from tasks.rewards.builtin import open_scorer
+from tasks.training.algorithms.losses import has_gradient, permute_advantages, with_advantages
 from tasks.training.packing import TrainingGroup
 from tasks.training.policy import Policy, load_policy
 

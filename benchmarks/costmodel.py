@@ -6,7 +6,7 @@ It needs the extra `bench` of pyproject.toml (pandas, pyarrow, SciPy), which the
 
 Fitted: NVIDIA aiconfigurator's timings under vLLM 0.14 (bf16), seven rows in ten. Not fitted: the other three rows, the
 same operators under vLLM 0.24, and Vidur's MLP timings (another kernel library, other shapes, the A40 with the
-constants of the A100). The formulas are those of `planners.operators`:
+constants of the A100). The formulas are those of `planners.costs.operators`:
 
     gemm(m, n, k)   t0 + 2·m·n·k / (e_c(m)·C) + 2·(m·k + n·k + m·n) / (e_w·M)
     decode          t0 + KV bytes / (e_kv·M) + a·batch·heads + b·context
@@ -28,7 +28,7 @@ import numpy as np
 import pandas as pd
 from scipy.optimize import least_squares
 
-from planners.catalogue import GEMM_TOKENS, device_type
+from planners.hardware.catalogue import GEMM_TOKENS, device_type
 
 DEVICES = {"a100_sxm": "a100-80", "h100_sxm": "h100", "l40s": "l40s"}
 L2_BYTES = {"a100_sxm": 40e6, "h100_sxm": 50e6, "l40s": 96e6}  # NVIDIA datasheets
@@ -228,7 +228,7 @@ def _row(device: str, kind: str, part: str, errors: Array) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Print the table of errors and the constants that `planners.catalogue` carries."""
+    """Print the table of errors and the constants that `planners.hardware.catalogue` carries."""
     parser = argparse.ArgumentParser(description="Fit and check the operator cost model.")
     parser.add_argument("--data", type=Path, default=Path("data"), help="folder with aiconfigurator/, vidur/")
     parser.add_argument("--json", type=Path, help="write constants and errors here")

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tasks.settings import load_settings
+from tasks.config.settings import load_settings
 
 EXPERIMENT = Path(__file__).parent.parent / "deployments" / "experiments" / "laptop.yaml"
 VARIANTS = ("laptop", "control")

@@ -26,18 +26,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from planners.catalogue import DeviceType, device_type
-from planners.cluster_plan import ClusterPlan, build_plan
-from planners.columns import Problem
-from planners.demand import Demand
-from planners.lengths import LogNormal, constant
-from planners.make import make_plan
-from planners.model import Model, read_model
-from planners.serving import ServingCost
-from planners.simulator import simulate
-from planners.topology import Topology, read_cluster
-from planners.training import Stage, TrainingCost, TrainingLayout
-from planners.two_phase import Search
+from planners.costs.generation import ServingCost
+from planners.costs.training import Stage, TrainingCost, TrainingLayout
+from planners.hardware.catalogue import DeviceType, device_type
+from planners.hardware.topology import Topology, read_cluster
+from planners.plan.plan import ClusterPlan, build_plan
+from planners.plan.simulator import simulate
+from planners.search.columns import Problem
+from planners.search.make import make_plan
+from planners.search.two_phase import Search
+from planners.workload.demand import Demand
+from planners.workload.lengths import LogNormal, constant
+from planners.workload.model import Model, read_model
 
 DEPLOYMENTS = Path(__file__).parent.parent / "deployments"
 SIZES = ("1.5b", "7b", "14b")

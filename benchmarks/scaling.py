@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.paper import DEMAND, DEPLOYMENTS, models
-from planners.cluster_plan import ClusterPlan
-from planners.demand import Demand
-from planners.lengths import LogNormal
-from planners.make import Mode, make_plan
-from planners.simulator import simulate
-from planners.sync import SyncMode
-from planners.topology import ClusterFile, Link, MachineGroup, Topology, parse_cluster, read_cluster
+from planners.costs.sync import SyncMode
+from planners.hardware.topology import ClusterFile, Link, MachineGroup, Topology, parse_cluster, read_cluster
+from planners.plan.plan import ClusterPlan
+from planners.plan.simulator import simulate
+from planners.search.make import Mode, make_plan
+from planners.workload.demand import Demand
+from planners.workload.lengths import LogNormal
 
 SIZES = (24, 32, 40, 56, 128, 256, 512, 1024, 4096)
 TWO = {"h800-sxm": 1, "h20": 7}

@@ -1,5 +1,5 @@
 """`python -m deployments` is the command `hexflow`."""
 
-from deployments.cli import main
+from deployments.cli.main import main
 
 main()

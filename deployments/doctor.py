@@ -20,12 +20,12 @@ from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 
-from deployments.api import NO_ANSWER, answers, open_url, without_password
+from deployments.cli.terminal import tolerate_encodings
 from deployments.findings import Finding, Verdict, show
-from deployments.terminal import tolerate_encodings
+from deployments.prefect.api import NO_ANSWER, answers, open_url, without_password
 from planners.errors import UserError
-from tasks.memory import memory_bytes
-from tasks.settings import Settings, load_settings
+from tasks.config.settings import Settings, load_settings
+from tasks.machine.memory import memory_bytes
 
 GIB = 2**30
 MEMORY_WANTED_BYTES = 12 * GIB
@@ -229,7 +229,7 @@ def check_ledger(settings: Settings, mounts: str, versions: Mapping[str, str]) -
             remedy = "mend its place, or name another with HEXFLOW_LEDGER_URL or HEXFLOW_HOME"
             return Finding("ledger", Verdict.FAIL, f"{what}: {fault}", remedy)
     if "sqlalchemy" in versions:
-        from tasks.exchange.database import require_usable  # not before: it needs third-party packages
+        from tasks.exchange.ledger.database import require_usable  # not before: it needs third-party packages
 
         try:
             require_usable(settings.ledger_url)
@@ -291,7 +291,7 @@ def check_devices(versions: Mapping[str, str]) -> list[Finding]:
     """That a run has a device to generate and one to train; nothing is said where the packages to look are missing."""
     if not versions.keys() >= {"psutil", "pydantic"}:
         return []
-    from tasks.discovery import discover_machine  # not before: it needs third-party packages
+    from tasks.machine.discovery import discover_machine  # not before: it needs third-party packages
 
     try:
         counts = discover_machine().count_by_type()
@@ -401,7 +401,7 @@ def check_stack(settings: Settings, versions: Mapping[str, str]) -> list[Finding
     """The local stack: whole, or what a crash left of it, and who holds the ports it would like to have."""
     if not versions.keys() >= {"psutil", "pydantic", "filelock"}:
         return [Finding("stack", Verdict.WARN, "cannot be looked at before the set-up", SET_UP)]
-    from deployments import servers, stack  # not before: they need third-party packages
+    from deployments.local import servers, stack  # not before: they need third-party packages
 
     try:
         state = servers.load_state(settings)

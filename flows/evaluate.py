@@ -11,16 +11,16 @@ from typing import Any
 from prefect import flow
 from prefect.artifacts import create_table_artifact
 
-from flows.children import on_devices, run_until_it_ends
-from flows.planning import discover, prepare
-from planners.cluster import Machine
+from flows.preparation import discover, prepare
+from flows.running.children import on_devices, run_until_it_ends
 from planners.errors import UserError
-from planners.plan import Placement
+from planners.hardware.machine import Machine
+from planners.plan.actors import Placement
+from tasks.config.experiment import Experiment
+from tasks.config.settings import load_settings
 from tasks.exchange.layout import RunDirectory
 from tasks.exchange.ledger import Ledger
 from tasks.exchange.weights import verify_weights
-from tasks.experiment import Experiment
-from tasks.settings import load_settings
 
 
 @flow(name="evaluate", flow_run_name="evaluate-{experiment.run.name}", log_prints=True)
@@ -39,7 +39,7 @@ def evaluate(experiment: Experiment = Experiment(), run: str | None = None) -> d
     placement = evaluation_placement(discover(), experiment)
     with tempfile.TemporaryDirectory() as scratch:
         out = Path(scratch) / "rewards.json"
-        argv = [sys.executable, "-m", "tasks.rollout.evaluate", "--experiment", experiment.model_dump_json()]
+        argv = [sys.executable, "-m", "tasks.evaluation.process", "--experiment", experiment.model_dump_json()]
         argv += ["--model-path", model_path, "--weights-path", str(weights_path)]
         argv += ["--kind", placement.kind, "--out", str(out)]
         with on_devices(placement, "an evaluation"):

@@ -9,18 +9,18 @@ from prefect import State, flow
 from prefect.states import Failed
 from pydantic import Field
 
-from flows.artifacts import show_cluster_plan, show_plan
-from flows.planning import discover, make_plan, measure, prepare
+from flows.pages import show_cluster_plan, show_plan
+from flows.preparation import discover, make_plan, measure, prepare
+from planners.costs.sync import SyncMode
 from planners.errors import UserError
-from planners.explain import cluster_map, gantt, memory_table
-from planners.make import Mode
+from planners.plan.explain import cluster_map, gantt, memory_table
+from planners.plan.simulator import simulate
+from planners.search.make import Mode
 from planners.sections import Section
-from planners.simulator import simulate
-from planners.sync import SyncMode
-from tasks.cluster_planning import study_cluster
-from tasks.experiment import Experiment
-from tasks.settings import load_settings
-from tasks.tracking import Tracker
+from tasks.config.experiment import Experiment
+from tasks.config.settings import load_settings
+from tasks.planning import study_cluster
+from tasks.tracking.tracker import Tracker
 
 
 class ClusterWish(Section):

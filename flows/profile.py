@@ -2,10 +2,10 @@
 
 from prefect import flow
 
-from flows.artifacts import show_profiles
-from flows.planning import discover, measure, prepare
-from planners.profile import DeviceProfile
-from tasks.experiment import Experiment
+from flows.pages import show_profiles
+from flows.preparation import discover, measure, prepare
+from planners.hardware.profile import DeviceProfile
+from tasks.config.experiment import Experiment
 
 
 @flow(name="profile", flow_run_name="profile-{experiment.run.name}", log_prints=True)

@@ -13,23 +13,23 @@ from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 from prefect.states import Cancelled, Failed
 from sqlalchemy.exc import SQLAlchemyError
 
-from flows.artifacts import ProgressArtifact, name_flow_run, show_plan, show_summary, show_tracking
-from flows.cancellation import CancellationWatch, ignore_further_signals
-from flows.context import RunContext, open_run
-from flows.launcher import PrefectLauncher
-from flows.planning import discover, make_plan, measure, prepare
-from flows.supervisor import Supervisor
-from planners.cluster_plan import ClusterPlan
+from flows.pages import ProgressArtifact, name_flow_run, show_plan, show_summary, show_tracking
+from flows.preparation import discover, make_plan, measure, prepare
+from flows.running.context import RunContext, open_run
+from flows.running.ending import CancellationWatch, ignore_further_signals
+from flows.running.launcher import PrefectLauncher
+from flows.running.supervisor import Supervisor
 from planners.errors import UserError
-from planners.machine import placements
-from planners.plan import Placements
-from tasks.devices import hold_devices
+from planners.plan.actors import Placements
+from planners.plan.plan import ClusterPlan
+from planners.search.this_machine import placements
+from tasks.config.experiment import Experiment
+from tasks.config.settings import Settings
 from tasks.exchange.files import write_atomic
-from tasks.exchange.heartbeat import Heartbeat
-from tasks.experiment import Experiment
-from tasks.report import predicted_times, write_report
-from tasks.settings import Settings
-from tasks.tracking import FLUSH_DEADLINE_S, Status, Tracker, end_attempts
+from tasks.lifecycle.heartbeat import Heartbeat
+from tasks.machine.devices import hold_devices
+from tasks.tracking.report import predicted_times, write_report
+from tasks.tracking.tracker import FLUSH_DEADLINE_S, Status, Tracker, end_attempts
 
 _LEAVE_S = (30.0, 60.0)
 _CANCEL_S = (0.0, 12.0)

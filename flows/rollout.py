@@ -5,10 +5,10 @@ from pathlib import Path
 
 from prefect import flow
 
-from flows.children import is_too_late, on_devices, run_until_it_ends
-from planners.plan import Placement
+from flows.running.children import is_too_late, on_devices, run_until_it_ends
+from planners.plan.actors import Placement
+from tasks.config.settings import load_settings
 from tasks.exchange.layout import RunDirectory
-from tasks.settings import load_settings
 
 
 @flow(name="rollout", flow_run_name="rollout-{run_id}-{placement.slot}")
@@ -24,7 +24,7 @@ def rollout(run_id: str, model_path: str, placement: Placement, supervisor: int)
     if is_too_late(run_id, supervisor):
         return
     log = RunDirectory(load_settings().runs / run_id).logs / f"replica-{placement.slot}.log"
-    argv = [sys.executable, "-m", "tasks.rollout.worker", "--run", run_id]
+    argv = [sys.executable, "-m", "tasks.rollout.process", "--run", run_id]
     argv += ["--model-path", str(Path(model_path)), "--placement", placement.model_dump_json()]
     with on_devices(placement, run_id):
         run_until_it_ends(argv, placement, log)

@@ -2,8 +2,8 @@
 
 from prefect import flow
 
-from flows.children import is_too_late, on_devices
-from planners.plan import Placement
+from flows.running.children import is_too_late, on_devices
+from planners.plan.actors import Placement
 from tasks.training.launch import run_trainer
 
 

@@ -8,21 +8,21 @@ import tempfile
 import time
 from pathlib import Path
 
-from planners.cluster import Machine
+from planners.costs.memory import CPU_KV_CACHE_BYTES
 from planners.errors import UserError
-from planners.machine import check_devices
-from planners.memory import CPU_KV_CACHE_BYTES
-from planners.model import read_model
-from planners.profile import DeviceProfile
-from tasks.devices import describe_holder
-from tasks.discovery import discover_machine
+from planners.hardware.machine import Machine
+from planners.hardware.profile import DeviceProfile
+from planners.search.this_machine import check_devices
+from planners.workload.model import read_model
+from tasks.config.experiment import Experiment
+from tasks.config.settings import Settings
+from tasks.data.prompts import PromptSource
 from tasks.exchange.layout import RunDirectory
-from tasks.experiment import Experiment
-from tasks.memory import memory_bytes
-from tasks.models import load_tokenizer, prepare_model
+from tasks.machine.devices import describe_holder
+from tasks.machine.discovery import discover_machine
+from tasks.machine.memory import memory_bytes
+from tasks.models.prepare import load_tokenizer, prepare_model
 from tasks.profiling.profile import profile_device
-from tasks.rollout.prompts import PromptSource
-from tasks.settings import Settings
 from tasks.training.memory import checkpoint_bytes, count_parameters, training_memory_bytes
 
 _ELEMENT_BYTES = {"float32": 4, "bfloat16": 2}

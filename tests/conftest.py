@@ -7,14 +7,14 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-from deployments import stack
+from deployments.local import stack
+from tasks.config.settings import Settings
 from tasks.exchange.ledger import Actor, Ledger
-from tasks.settings import Settings
-from tests.ledger_support import ETA, RUN, STEPS, B
+from tests.support.ledger import ETA, RUN, STEPS, B
+from tests.support.places import REPOSITORY
 
 E2E_TIMEOUT_S = 600
 """Limit of a test marked e2e: the first start of vLLM alone takes up to 150 s on two cold cores."""
-REPOSITORY = Path(__file__).parent.parent
 
 # Before anything imports torch, transformers, Prefect or vLLM; child processes inherit them.
 os.environ.update(

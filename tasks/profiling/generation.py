@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from planners.workload import Workload
+from planners.workload.step import Workload
 from tasks.rollout.engine import Answer, Engine, Sampling
 
 MOST_CONCURRENT = 256

@@ -10,10 +10,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from tasks.config.experiment import Experiment
 from tasks.exchange.files import write_json
-from tasks.experiment import Experiment
-from tasks.models import load_tokenizer
-from tasks.processes import apply_device_environment, die_with_parent
+from tasks.machine.processes import apply_device_environment, die_with_parent
+from tasks.models.prepare import load_tokenizer
 
 
 def main() -> None:
@@ -52,9 +52,9 @@ async def _generation(experiment: Experiment, model_path: Path, request: dict[st
 def _training(experiment: Experiment, model_path: Path, request: dict[str, Any]) -> dict[str, Any]:
     import torch
 
+    from tasks.data.prompts import PromptSource
     from tasks.profiling.hardware import gemm_flops_per_s, memory_bytes_per_s
     from tasks.profiling.training import measure_training
-    from tasks.rollout.prompts import PromptSource
 
     source = PromptSource(experiment, load_tokenizer(model_path))
     prompts = [source.encode(source.item(index)) for index in range(experiment.workload.prompts_per_step)]

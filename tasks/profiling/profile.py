@@ -19,14 +19,14 @@ from typing import Any, Protocol
 import filelock
 from pydantic import ValidationError
 
-from planners.cluster import Device, Machine
 from planners.errors import UserError
-from planners.profile import DeviceProfile
-from tasks.devices import hold_devices
+from planners.hardware.machine import Device, Machine
+from planners.hardware.profile import DeviceProfile
+from tasks.config.experiment import Experiment
+from tasks.config.settings import Settings
 from tasks.exchange.files import write_atomic, write_json
-from tasks.experiment import Experiment
-from tasks.processes import ProcessGroup, device_environment, tail
-from tasks.settings import Settings
+from tasks.machine.devices import hold_devices
+from tasks.machine.processes import ProcessGroup, device_environment, tail
 
 RECIPE_VERSION = 1
 """Raised when the way of measuring changes, so that devices are measured anew."""

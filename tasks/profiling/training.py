@@ -8,12 +8,12 @@ from pathlib import Path
 
 import torch
 
-from planners.memory import recomputes
-from planners.workload import Workload
+from planners.costs.memory import recomputes
+from planners.workload.step import Workload
+from tasks.config.experiment import Experiment
 from tasks.exchange.layout import RunDirectory
 from tasks.exchange.trajectories import Outcome, Segment, Trajectory
 from tasks.exchange.weights import publish_weights, verify_weights
-from tasks.experiment import Experiment
 from tasks.profiling.hardware import finish
 from tasks.training.engine import Engine
 from tasks.training.export import write_weights

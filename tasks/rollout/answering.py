@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from tasks.data.prompts import Item
 from tasks.exchange.trajectories import Outcome, Trajectory
 from tasks.rollout.engine import Answer, Engine, Sampling
-from tasks.rollout.prompts import Item
 
 
 class Decoder(Protocol):

@@ -12,16 +12,16 @@ from dataclasses import dataclass, field
 from statistics import fmean
 
 from planners.errors import UserError
+from tasks.config.experiment import Experiment
+from tasks.data.prompts import PromptSource
+from tasks.evaluation.heldout import evaluate
 from tasks.exchange.layout import RunDirectory
 from tasks.exchange.ledger import Actor, Lease, Ledger
 from tasks.exchange.trajectories import Group, Trajectory, save_group
 from tasks.exchange.weights import verify_weights
-from tasks.experiment import Experiment
 from tasks.rollout.answering import Answerer
 from tasks.rollout.engine import Engine
-from tasks.rollout.evaluation import evaluate
-from tasks.rollout.prompts import PromptSource
-from tasks.tracking import Tracker
+from tasks.tracking.tracker import Tracker
 
 _POLL_S = 0.2
 _log = logging.getLogger(__name__)

@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from tasks.experiment import Experiment
-from tasks.models import load_tokenizer
+from tasks.config.experiment import Experiment
+from tasks.config.settings import load_settings
+from tasks.data.prompts import PromptSource
+from tasks.models.prepare import load_tokenizer
+from tasks.rewards.pool import ScoringPool
 from tasks.rollout.answering import Answerer
 from tasks.rollout.engine import Sampling
-from tasks.rollout.prompts import PromptSource
-from tasks.rollout.scoring import ScoringPool
-from tasks.rollout.vllm_engine import VllmEngine
-from tasks.settings import load_settings
+from tasks.rollout.vllm.engine import VllmEngine
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,10 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from planners.plan import Placement
+from planners.plan.actors import Placement
+from tasks.config.settings import load_settings
 from tasks.exchange.layout import RunDirectory
-from tasks.processes import ProcessGroup, device_environment, end_sessions
-from tasks.settings import load_settings
+from tasks.machine.processes import ProcessGroup, device_environment, end_sessions
 
 _POLL_S = 0.2
 _LAST_RANKS_S = 30.0  # how long the other ranks may run on after one has ended well

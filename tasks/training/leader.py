@@ -19,13 +19,13 @@ from pathlib import Path
 from torch import Tensor
 
 from planners.errors import UserError
-from tasks.exchange.heartbeat import Heartbeat
+from tasks.config.experiment import Experiment
 from tasks.exchange.layout import RunDirectory
 from tasks.exchange.ledger import Actor, Fenced, GroupRow, Ledger
 from tasks.exchange.trajectories import Group, Outcome, delete_payloads
 from tasks.exchange.weights import delete_unused, publish_weights
-from tasks.experiment import Experiment
-from tasks.tracking import Tracker
+from tasks.lifecycle.heartbeat import Heartbeat
+from tasks.tracking.tracker import Tracker
 from tasks.training.checkpoints import delete_checkpoints, found_checkpoints
 from tasks.training.export import write_weights
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal
 from safetensors import safe_open
 
 from planners.errors import UserError
-from tasks.memory import memory_bytes
+from tasks.machine.memory import memory_bytes
 
 if TYPE_CHECKING:  # commands ask for sizes without loading torch
     from tasks.training.ranks import Ranks

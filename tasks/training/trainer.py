@@ -15,19 +15,19 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from planners.costs.memory import recomputes
 from planners.errors import UserError
-from planners.memory import recomputes
-from tasks.exchange.heartbeat import FENCED_EXIT_STATUS, Heartbeat
+from tasks.config.experiment import Experiment
 from tasks.exchange.layout import RunDirectory
 from tasks.exchange.ledger import Fenced, GroupRow, Ledger
 from tasks.exchange.trajectories import Group, load_group
-from tasks.experiment import Experiment
-from tasks.processes import apply_device_environment, die_with_parent
-from tasks.tracking import Tracker
+from tasks.lifecycle.heartbeat import FENCED_EXIT_STATUS, Heartbeat
+from tasks.machine.processes import apply_device_environment, die_with_parent
+from tasks.tracking.tracker import Tracker
+from tasks.training.algorithms.losses import permute_advantages, with_advantages
 from tasks.training.checkpoints import load_checkpoint, save_checkpoint
 from tasks.training.engine import Engine, StepResult
 from tasks.training.leader import Leader, batch_metrics, leave_on_sigterm
-from tasks.training.losses import permute_advantages, with_advantages
 from tasks.training.memory import check_memory
 from tasks.training.policy import load_policy
 from tasks.training.ranks import Ranks, join_ranks

@@ -1,0 +1,477 @@
+"""The command `hexflow`. Heavy imports happen inside commands, so that each one starts quickly."""
+
+import errno
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+import typer
+
+from planners.errors import UserError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from deployments.local.stack import Stack
+    from tasks.config.experiment import Experiment
+    from tasks.config.settings import Settings
+
+FAILED, BAD_INPUT, CANCELLED = 1, 2, 130
+EXIT_STATUS = {"COMPLETED": 0, "FAILED": FAILED, "CRASHED": FAILED}
+"""Exit status by the flow run's last state; any other means that it was cancelled, or left to that."""
+
+
+_Choice = TypeVar("_Choice", bound=StrEnum)
+
+
+class PlanMode(StrEnum):
+    """How a cluster is planned; see `planners.search.make.make_plan`."""
+
+    JOINT = "joint"
+    TWO_PHASE = "two-phase"
+    HOMOGENEOUS = "homogeneous"
+    UNIFORM = "uniform"
+    EXHAUSTIVE = "exhaustive"
+
+
+class SyncChoice(StrEnum):
+    """How weights reach the replicas; all but storage are what-if."""
+
+    STORAGE = "storage"
+    BLOCKING = "blocking"
+    TREE = "tree"
+    OVERLAPPED = "overlapped"
+
+
+def _choices(kind: type[StrEnum]) -> str:
+    return f"[{'|'.join(kind)}]"
+
+
+def _one_of(kind: type[_Choice]) -> Callable[[str], _Choice]:
+    """Reads a choice; Typer's own way begins its complaint with "Value error"."""
+
+    def parse(text: str) -> _Choice:
+        if text not in list(kind):
+            raise typer.BadParameter(f"'{text}' is not one of {', '.join(kind)}.")
+        return kind(text)
+
+    return parse
+
+
+app = typer.Typer(
+    help="Asynchronous reinforcement learning of language models, planned and run on this machine's devices.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # boxes cut choices in two in a narrow terminal
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+ExperimentFile = Annotated[
+    Path,
+    typer.Argument(metavar="EXPERIMENT", help="Experiment file, YAML; its keys are in tasks/config."),
+]
+ClusterFile = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="Plan for the machines that this YAML file describes. Without it: this machine."),
+]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="SECTION.KEY=VALUE", help="Values to change, as in algorithm.lr=1e-6."),
+]
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        from deployments.prefect.versions import local_versions
+
+        print(f"hexflow {local_versions()['hexflow']}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and leave.")
+    ] = False,
+) -> None:
+    """Options before the command."""
+
+
+@app.command()
+def up() -> None:
+    """Start what is missing of the local stack.
+
+    It is a Prefect and an MLflow server on this machine, the set-up of pools and deployments, and a worker per pool.
+    Servers that PREFECT_API_URL and MLFLOW_TRACKING_URI name are used instead. May be repeated.
+    """
+    _bring_up(_settings(), _console())
+
+
+@app.command()
+def down() -> None:
+    """End the local stack and all that runs on it.
+
+    Verifies that nothing is left; may be repeated. Servers named in the environment stay.
+    """
+    from deployments.local import stack
+
+    console = _console()
+    ran = stack.down(_settings(), lambda line: console.print(line, soft_wrap=True, highlight=False))
+    console.print("Everything has ended." if ran else "No stack was running.")
+
+
+@app.command()
+def status() -> None:
+    """Show servers, workers and running runs.
+
+    Exit status 1 if the stack is not complete.
+    """
+    from deployments.cli.show import show_status
+    from deployments.local import stack
+
+    settings = _settings()
+    if not show_status(settings, stack.find(settings), _console()):
+        raise typer.Exit(1)
+
+
+@app.command()
+def runs() -> None:
+    """List all runs with their results."""
+    from deployments.cli.show import show_runs
+
+    show_runs(_settings(), _console())
+
+
+@app.command()
+def train(experiment: ExperimentFile, overrides: Overrides = None) -> None:
+    """Run an experiment and show its progress.
+
+    Starts the stack if needed. Ctrl-C cancels the run.
+
+    Exit status 0: completed; 1: failed, or lost from sight; 2: bad input, nothing was started; 130: cancelled.
+    """
+    from tasks.config.experiment import load_experiment
+    from tasks.readiness import make_ready, require_free_devices, require_places
+
+    resolved, settings = load_experiment(experiment, overrides), _settings()
+    require_places(settings)
+    require_free_devices(resolved, settings)
+    make_ready(resolved, settings)
+    _run_and_follow(settings, {"experiment": resolved.model_dump(mode="json"), "resume": None})
+
+
+@app.command()
+def prepare(experiment: ExperimentFile, overrides: Overrides = None) -> None:
+    """Prepare the model and measure the devices.
+
+    A run can start at once then; quick when nothing changed.
+    """
+    from tasks.config.experiment import load_experiment
+    from tasks.machine.discovery import discover_machine
+    from tasks.readiness import make_ready, profile_machine
+
+    resolved, settings, console = load_experiment(experiment, overrides), _settings(), _console()
+    console.print(f"Preparing {resolved.model.source} and checking the experiment.", soft_wrap=True)
+    model_path = make_ready(resolved, settings)
+    console.print(_MEASURING)
+    profiles = profile_machine(resolved, discover_machine(), model_path, settings)
+    console.print(f"model: {model_path}", soft_wrap=True)
+    for name, profile in profiles.items():
+        best = max(profile.generation_tokens_per_s.values())
+        console.print(f"{name}: generates {best:.1f}, trains {profile.training_tokens_per_s:.1f} response tokens/s")
+
+
+@app.command()
+def resume(run: Annotated[str, typer.Argument(metavar="RUN", help="Run id, as `hexflow runs` shows it.")]) -> None:
+    """Continue a run from its last checkpoint.
+
+    It goes on under the experiment that it was started with.
+
+    Exit status as of `hexflow train`.
+    """
+    from flows.running.context import require_unsupervised
+    from tasks.config.experiment import read_resolved_experiment
+    from tasks.exchange.layout import RunDirectory
+    from tasks.exchange.ledger import Ledger
+    from tasks.readiness import require_free_devices, require_places
+
+    settings = _settings()
+    path = RunDirectory(settings.runs / run).experiment
+    if not path.exists():
+        raise UserError(f"There is no run {run} in {settings.runs}: `hexflow runs` lists them.")
+    require_places(settings)
+    ledger = Ledger(settings.ledger_url)
+    row = ledger.find_run(run_id=run)
+    if row is not None and row.state == "completed":
+        raise UserError(f"Run {run} is complete: there is nothing to resume. Start a new run instead.")
+    if row is not None:
+        require_unsupervised(row, ledger)
+    resolved = read_resolved_experiment(path)
+    require_free_devices(resolved, settings, run)
+    if row is None:
+        raise UserError(
+            f"The ledger does not know run {run} of {settings.runs}: set HEXFLOW_HOME and HEXFLOW_LEDGER_URL as they "
+            "were when it was started."
+        )
+    _run_and_follow(settings, {"experiment": resolved.model_dump(mode="json"), "resume": run})
+
+
+@app.command()
+def plan(
+    experiment: ExperimentFile,
+    overrides: Overrides = None,
+    cluster: ClusterFile = None,
+    mode: Annotated[
+        PlanMode,
+        typer.Option(
+            parser=_one_of(PlanMode),
+            metavar=_choices(PlanMode),
+            help="joint: the fastest plan; two-phase: as AReaL-Hex plans; the others: to compare.",
+        ),
+    ] = PlanMode.JOINT,
+    budget: Annotated[
+        float | None, typer.Option(metavar="USD", help="The fastest plan that costs at most this much per hour.")
+    ] = None,
+    target: Annotated[
+        float | None, typer.Option(metavar="TOKENS", help="The cheapest plan with this many response tokens/s.")
+    ] = None,
+    sync: Annotated[
+        SyncChoice,
+        typer.Option(
+            parser=_one_of(SyncChoice),
+            metavar=_choices(SyncChoice),
+            help="How weights reach the replicas. All but storage need --what-if.",
+        ),
+    ] = SyncChoice.STORAGE,
+    what_if: Annotated[
+        bool, typer.Option("--what-if", help="Allow layouts and sync modes that do not run yet.")
+    ] = False,
+    json: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the plan to this file, which `hexflow simulate` reads.")
+    ] = None,
+) -> None:
+    """Show what would run where, and how fast.
+
+    Without --cluster this machine is measured and planned for. With it the described machines are, by a cost model, to
+    which the other options belong.
+    """
+    from tasks.config.experiment import load_experiment
+    from tasks.data.prompts import check_task
+
+    resolved, settings, console = load_experiment(experiment, overrides), _settings(), _console()
+    check_task(resolved.data)
+    if cluster is None:
+        chosen = mode is not PlanMode.JOINT or sync is not SyncChoice.STORAGE or what_if
+        if chosen or json is not None or budget is not None or target is not None:
+            raise UserError(
+                "--mode, --sync, --what-if, --json, --budget and --target are for a cluster: name one with --cluster."
+            )
+        _plan_here(settings, resolved, console)
+        return
+    from deployments.cli.cluster_plan import plan_cluster
+
+    if cluster == Path():
+        raise UserError(
+            "--cluster names no file: give a cluster file, or leave the option out to plan for this machine."
+        )
+    how: dict[str, Any] = {"mode": mode.value, "what_if": what_if, "sync_mode": sync.value}
+    how |= {"budget_usd_per_h": budget, "target_tokens_per_s": target}
+    plan_cluster(resolved, cluster, settings, console, _writable(json), **how)
+
+
+def _plan_here(settings: "Settings", experiment: "Experiment", console: "Console") -> None:
+    from rich.markdown import Markdown
+
+    from deployments.prefect.api import PrefectApi
+    from tasks.exchange.ledger import Ledger
+    from tasks.readiness import make_ready
+
+    make_ready(experiment, settings)
+    Ledger(settings.ledger_url)  # refused here if another version made it: nothing has been started
+    api = PrefectApi(_bring_up(settings, console).prefect_url)
+    console.print(_MEASURING)
+    flow_run_id = api.create_flow_run("plan/plan", {"experiment": experiment.model_dump(mode="json")})
+    with _started():
+        state = _follow(settings, api, flow_run_id, console)
+        for text in api.markdown_artifacts(flow_run_id):
+            console.print(Markdown(text))
+    _leave(state, console)
+
+
+def _writable(path: Path | None) -> Path | None:
+    """The file for a result, refused before the work that makes it."""
+    from tasks.exchange.files import require_writable
+
+    if path is not None:
+        path = path.resolve()
+        require_writable(path)
+    return path
+
+
+@app.command()
+def simulate(
+    plan: Annotated[
+        Path, typer.Argument(metavar="PLAN", help="Plan file that `hexflow plan … --cluster … --json` wrote.")
+    ],
+    steps: Annotated[int, typer.Option(min=1, help="Training steps.")] = 30,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of answer lengths.")] = 0,
+    json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the figures to this file.")] = None,
+) -> None:
+    """Run a plan through a simulator.
+
+    It is event-driven, and shows throughput, waits, staleness and a Gantt chart.
+    """
+    from deployments.cli.cluster_plan import simulate_plan
+
+    simulate_plan(plan, _console(), _writable(json), steps=steps, seed=seed)
+
+
+@app.command()
+def doctor() -> None:
+    """Say what this machine lacks, and the remedy.
+
+    Exit status 1 if anything must be mended.
+    """
+    from deployments import doctor as checks
+
+    raise typer.Exit(checks.main())
+
+
+def _settings() -> "Settings":
+    from tasks.config.settings import load_settings
+
+    return load_settings()
+
+
+def _console() -> "Console":
+    from rich.console import Console
+
+    # A file or a pipe has no width; tables are not cut for one.
+    return Console(highlight=False, width=None if sys.stdout.isatty() else 160)
+
+
+def _bring_up(settings: "Settings", console: "Console") -> "Stack":
+    from deployments.local import stack
+    from deployments.prefect.api import without_password
+
+    try:
+        found = stack.up(settings, lambda line: console.print(line, soft_wrap=True, markup=False))
+    except KeyboardInterrupt:
+        console.print("Interrupted; what has started runs on. `hexflow down` ends it.")
+        raise typer.Exit(CANCELLED) from None
+    console.print(f"Prefect: {found.prefect_page}", soft_wrap=True)
+    console.print(f"MLflow:  {without_password(found.mlflow_url)}", soft_wrap=True)
+    return found
+
+
+def _run_and_follow(settings: "Settings", parameters: dict[str, Any]) -> None:
+    """Run the `rl` deployment, show it to its end, print the key figures, leave with its status."""
+    from deployments.cli.show import read_summary, summary_lines
+    from deployments.prefect.api import PrefectApi
+    from tasks.exchange.ledger import Ledger
+
+    console = _console()
+    ledger = Ledger(settings.ledger_url)  # refused here if another version made it: nothing has been started
+    api = PrefectApi(_bring_up(settings, console).prefect_url)
+    flow_run_id = api.create_flow_run("rl/rl", parameters)
+    with _started():
+        state = _follow(settings, api, flow_run_id, console)
+        run = ledger.find_run(flow_run_id=flow_run_id)
+    if run is not None:
+        console.print(f"run {run.run_id}: {state['name'].lower()}", soft_wrap=True)
+        if summary := read_summary(settings, run.run_id):
+            for line in summary_lines(summary, settings.runs / run.run_id):
+                console.print(line, soft_wrap=True, markup=False)
+        command = f"hexflow resume {run.run_id}"
+        if state["type"] != "COMPLETED" and command not in str(state.get("message")):  # else it is said below
+            console.print(f"Continue it with: {command}", soft_wrap=True)
+    _leave(state, console)
+
+
+@contextmanager
+def _started() -> Iterator[None]:
+    """What goes wrong in here does so after the flow run was created: the exit status must not say that none was."""
+    from sqlalchemy.exc import SQLAlchemyError
+
+    from deployments.prefect.api import Unreachable
+    from tasks.exchange.ledger.database import cause_of
+
+    try:
+        yield
+    except (Unreachable, UserError) as error:
+        cause = str(error).rstrip(".")
+    except SQLAlchemyError as error:
+        cause = f"The ledger failed: {cause_of(error)}"
+    else:
+        return
+    _complain(f"{cause}. The run may go on: see `hexflow status`; `hexflow up` starts a lost server.")
+    raise typer.Exit(FAILED)
+
+
+def _follow(settings: "Settings", api: Any, flow_run_id: str, console: "Console") -> dict[str, Any]:
+    from deployments.cli.follow import Follower
+    from deployments.prefect.api import without_password
+    from tasks.exchange.ledger import Ledger
+
+    page = f"{without_password(api.url).removesuffix('/api')}/runs/flow-run/{flow_run_id}"
+    console.print(f"Flow run: {page}", soft_wrap=True)
+    return Follower(api, Ledger(settings.ledger_url), flow_run_id, console).follow()
+
+
+def _leave(state: dict[str, Any], console: "Console") -> None:
+    """Leave with the status that tells how the flow run ended."""
+    if state["type"] != "COMPLETED":
+        message = str(state.get("message") or "without a message").removeprefix(_FLOW_ERROR)
+        said = message if message.startswith(state["name"]) else f"{state['name']}: {message}"
+        console.print(said, soft_wrap=True, markup=False)
+    raise typer.Exit(EXIT_STATUS.get(state["type"], CANCELLED))
+
+
+_MEASURING = "Measuring the devices, unless that was done before: up to 4 minutes."
+_FLOW_ERROR = "Flow run encountered an exception: "
+_DISK_ERRORS = {
+    errno.ENOSPC: "written, the disk is full: free some space",
+    errno.EROFS: "written, its disk is read-only: set HEXFLOW_HOME and HEXFLOW_RUNS to directories that can be written",
+    errno.EACCES: "used, permission is denied: mend that, or name another place (HEXFLOW_HOME, HEXFLOW_RUNS)",
+}
+
+
+def main() -> None:
+    """Run the command; what a person can mend is one line on stderr and exit status 2, never a traceback."""
+    from deployments.cli.terminal import tolerate_encodings
+    from deployments.prefect.api import Unreachable
+
+    tolerate_encodings()
+    try:
+        app()
+    except UserError as error:
+        sys.exit(_complain(str(error)))
+    except Unreachable as error:
+        sys.exit(_complain(f"{error}. See `hexflow status`; `hexflow up` starts what is missing."))
+    except OSError as error:
+        if error.errno not in _DISK_ERRORS:
+            raise
+        sys.exit(_complain(f"{error.filename or 'A file'} cannot be {_DISK_ERRORS[error.errno]}."))
+    except Exception as error:
+        # Imported only now: the quick commands do without.
+        from sqlalchemy.exc import SQLAlchemyError
+
+        from tasks.exchange.ledger.database import cause_of
+
+        if not isinstance(error, SQLAlchemyError):
+            raise
+        sys.exit(_complain(f"The ledger failed: {cause_of(error)}. Mend its disk or its server (HEXFLOW_LEDGER_URL)."))
+
+
+def _complain(message: str) -> int:
+    """Say it on stderr; returns the exit status of bad input."""
+    print(f"hexflow: {message}", file=sys.stderr)
+    return BAD_INPUT
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,215 @@
+"""The stack's processes and what is remembered of them: one state file; a process is known by pid and start time."""
+
+import hashlib
+import json
+import os
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+from pydantic import BaseModel, ValidationError
+
+from planners.errors import UserError
+from tasks.config.settings import Settings
+from tasks.machine.processes import ProcessGroup
+
+HOST = "127.0.0.1"
+MARKER = "HEXFLOW_STACK"
+"""Set to the home of the stack in every process of it and inherited by all that they start: `down` finds these."""
+PREFECT_SERVER_ENVIRONMENT = {
+    # On SQLite the server's task runner loses the race for a write now and then, tries again, and logs 120 lines each
+    # time: 60 MB an hour of nothing. Prefect's own loggers have levels of their own and keep them.
+    "PREFECT_LOGGING_ROOT_LEVEL": "CRITICAL",
+}
+CLOCK_TOLERANCE_S = 2.0
+"""Start times are read as boot time plus ticks, and the boot time follows corrections of the clock."""
+
+
+class Member(BaseModel):
+    """A process of the stack: leader of its own session."""
+
+    pid: int
+    started_s: float
+    log: Path
+
+    def alive(self) -> bool:
+        """Whether this very process runs; another with a recycled pid has another start time."""
+        try:
+            process = psutil.Process(self.pid)
+            same = abs(process.create_time() - self.started_s) < CLOCK_TOLERANCE_S
+            return same and process.status() != psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return False
+
+    def children(self) -> list[psutil.Process]:
+        """The processes that it has started and that are still there: of a worker, its flow runs."""
+        try:
+            return psutil.Process(self.pid).children()
+        except psutil.NoSuchProcess:
+            return []
+
+    def listens_on(self, port: int) -> bool:
+        """Whether this process, or one that it started, accepts connections on a TCP port."""
+        try:
+            leader = psutil.Process(self.pid)
+            connections = [
+                c for part in (leader, *leader.children(recursive=True)) for c in part.net_connections("tcp")
+            ]
+        except psutil.NoSuchProcess:
+            return False
+        return any(c.status == psutil.CONN_LISTEN and c.laddr.port == port for c in connections)
+
+
+class StackState(BaseModel):
+    """What runs, and for whom."""
+
+    prefect_url: str
+    mlflow_url: str
+    identity: dict[str, str]
+    """What the workers were started with: versions, devices, places. A stack serves one such identity."""
+    own_urls: dict[str, str] = {}
+    """URLs of the stack's own servers; kept when they end, so that they come back on the same ports."""
+    pools: dict[str, str] = {}
+    """The queue served here, by pool."""
+    deployed: str = ""
+    """Fingerprint of the deployments that the server has."""
+    members: dict[str, Member] = {}
+
+    def alive(self) -> dict[str, Member]:
+        """The members that run, by name."""
+        return {name: member for name, member in self.members.items() if member.alive()}
+
+
+def state_path(settings: Settings) -> Path:
+    """The state file."""
+    return settings.home / "stack.json"
+
+
+def load_state(settings: Settings) -> StackState | None:
+    """The remembered stack, None where there never was one.
+
+    Raises:
+        UserError: the state file is damaged.
+    """
+    path = state_path(settings)
+    if not path.exists():
+        return None
+    try:
+        return StackState.model_validate_json(path.read_bytes())
+    except ValidationError:
+        raise UserError(
+            f"{path} is damaged: delete it and run `hexflow down`, which finds the stack's processes without it."
+        ) from None
+
+
+def save_state(settings: Settings, state: StackState) -> None:
+    """Replace the state file atomically."""
+    path = state_path(settings)
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps(state.model_dump(mode="json"), indent=2))
+    temporary.replace(path)
+
+
+def start_member(settings: Settings, name: str, argv: list[str], env: dict[str, str]) -> Member:
+    """Start one process of the stack; its log is logs/<name>.log, begun anew."""
+    log = settings.logs / f"{name}.log"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    log.write_bytes(b"")
+    group = ProcessGroup.start(argv, env, log)
+    return Member(pid=group.pid, started_s=psutil.Process(group.pid).create_time(), log=log)
+
+
+def prefect_server_argv(port: int) -> list[str]:
+    """Command of the Prefect server; its database lies in PREFECT_HOME."""
+    return [sys.executable, "-m", "prefect", "server", "start", "--host", HOST, "--port", str(port)]
+
+
+def mlflow_server_argv(settings: Settings, port: int) -> list[str]:
+    """Command of the MLflow server: one worker, since each takes 250 MB."""
+    return [
+        *(sys.executable, "-m", "mlflow", "server", "--host", HOST, "--port", str(port), "--workers", "1"),
+        *("--backend-store-uri", f"sqlite:///{settings.home / 'mlflow.db'}"),
+        *("--artifacts-destination", str(settings.home / "artifacts")),
+    ]
+
+
+def worker_code() -> str:
+    """Changes with what a worker runs and the variables it is given; flow runs import their code anew each time."""
+    sources = [Path(__file__), Path(__file__).with_name("worker.py")]
+    return hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()[:12]
+
+
+def worker_argv(pool: str, queue: str) -> list[str]:
+    """Command of the worker that serves one queue of one pool."""
+    return [sys.executable, "-m", "deployments.local.worker", pool, queue]
+
+
+def setup_argv(is_ours: bool) -> list[str]:
+    """Command that makes the server, the stack's own or another's, match prefect.yaml."""
+    return [sys.executable, "-m", "deployments.prefect.setup", "ours" if is_ours else "shared"]
+
+
+def environment(settings: Settings, prefect_url: str, mlflow_url: str) -> dict[str, str]:
+    """Variables of every process of the stack; flow runs inherit them from their worker."""
+    home = settings.home / "prefect"
+    direct = {host for host in os.environ.get("NO_PROXY", "").split(",") if host} | {HOST, "localhost"}
+    return {
+        **settings.environment(),
+        MARKER: str(settings.home),
+        "PREFECT_API_URL": prefect_url,
+        "PREFECT_HOME": str(home),
+        # Left to its default it is looked for in ~/.prefect, and each server start registers all blocks anew.
+        "PREFECT_SERVER_MEMO_STORE_PATH": str(home / "memo_store.toml"),
+        "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+        # Prefect keeps the exception of a failed flow: by default as a pickle in ~/.prefect, where nobody clears up.
+        "PREFECT_LOCAL_STORAGE_PATH": str(home / "storage"),
+        "PREFECT_RESULTS_DEFAULT_SERIALIZER": "json",
+        "PREFECT_WORKER_QUERY_SECONDS": "2",
+        "MLFLOW_TRACKING_URI": mlflow_url,
+        "MLFLOW_DISABLE_TELEMETRY": "true",
+        "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
+        "DO_NOT_TRACK": "1",
+        "NO_PROXY": ",".join(sorted(direct)),
+        "PYTHONUNBUFFERED": "1",
+    }
+
+
+def choose_port(preferred: int) -> int:
+    """`preferred` if it is free on loopback, else any free port."""
+    for port in (preferred, 0):
+        if (free := _bind(port)) is not None:
+            return free
+    raise UserError(f"No port is free on {HOST}: end what holds them.")
+
+
+def is_taken(port: int) -> bool:
+    """Whether somebody listens on a loopback port."""
+    return _bind(port) is None
+
+
+def _bind(port: int) -> int | None:
+    """The loopback port that could be bound for a moment, any free one for 0; None if it is taken."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((HOST, port))
+        except OSError:
+            return None
+        return int(probe.getsockname()[1])
+
+
+def marked_processes(settings: Settings) -> Iterator[tuple[psutil.Process, dict[str, Any]]]:
+    """Every living process that belongs to this stack, with its environment; never this one or its ancestors."""
+    own = {os.getpid(), *(parent.pid for parent in psutil.Process().parents())}
+    for process in psutil.process_iter():
+        if process.pid in own:
+            continue
+        try:
+            variables = process.environ()
+            if variables.get(MARKER) == str(settings.home) and process.status() != psutil.STATUS_ZOMBIE:
+                yield process, variables
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            continue

@@ -1,0 +1,217 @@
+"""Makes a Prefect server match prefect.yaml: pools, queues, deployments with their forms. Safe to run again.
+
+Run as `python -m deployments.prefect.setup ours` against the stack's own server, `… shared` against another's, with
+PREFECT_API_URL set; one process, since each start of Prefect's command line takes seconds.
+"""
+
+import asyncio
+import contextlib
+import hashlib
+import os
+import sys
+import time
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+from pydantic import BaseModel, ConfigDict
+
+from deployments.local.worker import recorded_versions
+from deployments.prefect.api import PrefectApi
+from deployments.prefect.versions import VARIABLE, differences, local_versions
+from planners.errors import UserError
+from tasks.machine.discovery import CONTROL, discover_machine
+
+if TYPE_CHECKING:
+    from prefect.client.orchestration import PrefectClient
+
+DEFAULT_QUEUE = "default"
+FILE = Path(__file__).parent / "prefect.yaml"
+SERVER_DEADLINE_S = 240.0
+DONE = "set-up is complete"
+"""Last line of a successful set-up."""
+
+
+class PoolChoice(BaseModel):
+    """Where a deployment's runs go."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: str
+    work_queue_name: str
+
+
+class Entry(BaseModel):
+    """A deployment in prefect.yaml; `entrypoint` is module:function, `work_pool` is empty in a template."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: str
+    entrypoint: str
+    description: str
+    tags: list[str]
+    work_pool: PoolChoice | None = None
+
+
+def pools(device_types: list[str]) -> list[str]:
+    """The pools of a machine: control and one per device type."""
+    return [CONTROL, *device_types]
+
+
+def queue_of(pool: str, machine: str) -> str:
+    """The queue that this machine's worker polls in a pool."""
+    return DEFAULT_QUEUE if pool == CONTROL else machine
+
+
+def entries(text: str, machine: str, device_types: list[str]) -> list[Entry]:
+    """The deployments a server must have for this machine: templates become one entry per device type."""
+    tree = yaml.safe_load(text)
+    control = [Entry.model_validate(item) for item in tree["deployments"]]
+    templates = [Entry.model_validate(item) for item in tree["per_device_type"]]
+    placed = [
+        template.model_copy(
+            update={"name": device_type, "work_pool": PoolChoice(name=device_type, work_queue_name=machine)}
+        )
+        for template in templates
+        for device_type in device_types
+    ]
+    return control + placed
+
+
+def fingerprint(machine: str, device_types: list[str]) -> str:
+    """Changes with anything that set-up writes: prefect.yaml, the machine, and the code that decides the forms."""
+    root = FILE.parents[2]
+    forms = ("flows", "tasks/config", "planners/workload", "planners/plan")
+    sources = [FILE, Path(__file__), root / "planners/sections.py"]
+    sources += [source for room in forms for source in sorted((root / room).rglob("*.py"))]
+    digest = hashlib.sha256(repr((machine, device_types, local_versions())).encode())
+    for source in sources:
+        digest.update(source.read_bytes())
+    return digest.hexdigest()
+
+
+def check_versions(api: PrefectApi, is_ours: bool) -> None:
+    """Refuse a server of another version of Prefect, and one that others set up with other versions (`is_ours` False).
+
+    Raises:
+        UserError: names what differs and the remedy.
+    """
+    here = local_versions()
+    server = api.version()
+    if server != here["prefect"]:
+        raise UserError(
+            f"The Prefect server at {api.url} is version {server}, but {here['prefect']} is installed here: install "
+            "the same version on both."
+        )
+    there = None if is_ours else recorded_versions(api)
+    if there is not None and (found := differences(here, there)):
+        raise UserError(
+            f"The Prefect server at {api.url} was set up by other versions: {', '.join(found)}. Install the same on "
+            f"every machine, or, once all are upgraded, delete the Prefect variable {VARIABLE}."
+        )
+
+
+def _set_up_patiently(machine: str, device_types: list[str], wanted: list[Entry]) -> None:
+    """Set up; again while the server says that its database is busy, as SQLite's is now and then. All of it may repeat.
+
+    Raises:
+        UserError: the server stayed busy.
+    """
+    from prefect.exceptions import PrefectHTTPStatusError
+
+    deadline = time.monotonic() + SERVER_DEADLINE_S
+    while True:
+        try:
+            asyncio.run(set_up(machine, device_types, wanted))
+            return
+        except PrefectHTTPStatusError as error:
+            if error.response.status_code != 503:
+                raise
+            if time.monotonic() > deadline:
+                raise UserError(f"The Prefect server stayed busy for {SERVER_DEADLINE_S:.0f} s.") from None
+            print("the server is busy: trying again", flush=True)
+        time.sleep(2.0)
+
+
+async def set_up(machine: str, device_types: list[str], wanted: list[Entry]) -> None:
+    """Create or update pools, queues and deployments, then record the versions, which workers wait for."""
+    from prefect.client.orchestration import get_client
+    from prefect.variables import Variable
+
+    async with get_client() as client:
+        for pool in pools(device_types):
+            await _ensure_pool(client, pool, queue_of(pool, machine))
+        for entry in wanted:
+            await _deploy(client, entry)
+            print(f"deployed {entry.entrypoint} as {entry.name}", flush=True)
+    await Variable.aset(VARIABLE, dict(local_versions()), overwrite=True)
+
+
+async def _ensure_pool(client: "PrefectClient", pool: str, queue: str) -> None:
+    from prefect.client.schemas.actions import WorkPoolCreate
+    from prefect.exceptions import ObjectAlreadyExists
+    from prefect.workers.process import ProcessWorker
+
+    description = (
+        "Flows that decide and supervise." if pool == CONTROL else f"Devices of type {pool}; one queue per machine."
+    )
+    template = ProcessWorker.get_default_base_job_template()
+    with contextlib.suppress(ObjectAlreadyExists):
+        await client.create_work_pool(
+            WorkPoolCreate(name=pool, type="process", description=description, base_job_template=template)
+        )
+    if queue != DEFAULT_QUEUE:
+        with contextlib.suppress(ObjectAlreadyExists):
+            await client.create_work_queue(name=queue, work_pool_name=pool, description=f"Runs placed on {queue}.")
+
+
+async def _deploy(client: "PrefectClient", entry: Entry) -> None:
+    """Create or update one deployment; the server matches it by flow and name."""
+    from prefect.utilities.callables import parameter_schema
+
+    assert entry.work_pool is not None
+    module, _, function = entry.entrypoint.partition(":")
+    flow: Any = vars(import_module(module))[function]
+    schema = parameter_schema(flow).model_dump(exclude_unset=True)
+    await client.create_deployment(
+        flow_id=await client.create_flow(flow),
+        name=entry.name,
+        # With a dot it is a module path, imported from the environment; with a colon Prefect would look for a file.
+        entrypoint=f"{module}.{function}",
+        description=entry.description,
+        tags=entry.tags,
+        work_pool_name=entry.work_pool.name,
+        work_queue_name=entry.work_pool.work_queue_name,
+        # A misspelt parameter is refused with its name when the run is asked for, not when a worker has started it.
+        parameter_openapi_schema={**schema, "additionalProperties": False},
+        enforce_parameter_schema=True,
+        pull_steps=[],
+        job_variables={},
+        version=local_versions()["hexflow"],
+    )
+
+
+def main() -> None:
+    """Wait for the server, check versions, set up this machine."""
+    api = PrefectApi(os.environ["PREFECT_API_URL"])
+    try:
+        machine = discover_machine()
+        device_types = list(machine.count_by_type())
+        wanted = entries(FILE.read_text(), machine.name, device_types)
+        for entry in wanted:
+            import_module(entry.entrypoint.partition(":")[0])
+        deadline = time.monotonic() + SERVER_DEADLINE_S
+        while not api.healthy():
+            if time.monotonic() > deadline:
+                raise UserError(f"The Prefect server at {api.url} did not answer within {SERVER_DEADLINE_S:.0f} s.")
+            time.sleep(0.5)
+        check_versions(api, is_ours=sys.argv[1:] == ["ours"])
+        _set_up_patiently(machine.name, device_types, wanted)
+    except UserError as error:
+        sys.exit(str(error))
+    print(DONE)
+
+
+if __name__ == "__main__":
+    main()

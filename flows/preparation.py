@@ -1,0 +1,53 @@
+"""The steps before a run, as Prefect tasks: prepare the model, discover devices, profile them, choose the plan."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from prefect import task
+
+from planners.hardware.machine import Machine
+from planners.hardware.profile import DeviceProfile
+from planners.plan.plan import ClusterPlan
+from tasks.config.experiment import Experiment
+from tasks.config.settings import load_settings
+from tasks.exchange.layout import RunDirectory
+from tasks.exchange.ledger import Ledger
+from tasks.machine.discovery import discover_machine
+from tasks.planning import plan_here
+from tasks.readiness import make_ready, profile_machine
+
+
+@task
+def prepare(experiment: Experiment, run: RunDirectory | None = None) -> str:
+    """Directory of the prepared model, after a check that data, prompts and devices fit the experiment, and `run`."""
+    return str(make_ready(experiment, load_settings(), run))
+
+
+@task
+def discover() -> Machine:
+    """This machine and its devices, which the ledger is told of."""
+    machine = discover_machine()
+    Ledger(load_settings().ledger_url).announce_machine(machine.name, machine.model_dump_json())
+    counts = ", ".join(f"{count} × {device_type}" for device_type, count in machine.count_by_type().items())
+    print(f"machine {machine.name}: {counts}")
+    return machine
+
+
+@task
+def measure(experiment: Experiment, machine: Machine, model_path: str) -> dict[str, DeviceProfile]:
+    """A profile per device type that the experiment may use, measured now or cached."""
+    return profile_machine(experiment, machine, Path(model_path), load_settings())
+
+
+@task
+def make_plan(
+    experiment: Experiment,
+    machine: Machine,
+    profiles: Mapping[str, DeviceProfile],
+    model_path: str,
+    train_ranks: int | None = None,
+) -> ClusterPlan:
+    """The fastest plan of this machine under the measured rates, with the ranks that a checkpoint asks for."""
+    plan = plan_here(experiment, machine, profiles, Path(model_path), train_ranks)
+    print(plan.explanation)
+    return plan

@@ -1,0 +1,71 @@
+"""What the flows that run a process share: it is on its own devices, for a run that goes on, and ends with its flow."""
+
+import math
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from planners.plan.actors import Placement
+from tasks.config.settings import load_settings
+from tasks.exchange.ledger import Ledger
+from tasks.machine.devices import hold_devices
+from tasks.machine.processes import ProcessGroup, device_environment
+
+
+def is_too_late(run_id: str, supervisor: int) -> bool:
+    """Whether nobody waits for this flow run any more, which may have been in its queue for long.
+
+    The run has ended, or it goes on under another supervisor than the one that started this: that has actors of its
+    own, which this one would fence, and would not cancel it.
+
+    Args:
+        run_id: the run.
+        supervisor: attempt of the supervisor that started this flow run.
+    """
+    ledger = Ledger(load_settings().ledger_url)
+    run = ledger.find_run(run_id=run_id)
+    if run is None or run.state != "running":
+        return True
+    return all(actor.attempt != supervisor for actor in ledger.actors(run_id) if actor.role == "supervisor")
+
+
+@contextmanager
+def on_devices(placement: Placement, holder: str) -> Iterator[None]:
+    """Hold the placement's devices; `holder` names the run for others who want them.
+
+    Raises:
+        UserError: somebody else holds one of them.
+    """
+    holder = f"{holder} ({placement.role} {placement.slot})"
+    with hold_devices(placement.kind, placement.devices, holder, load_settings()):
+        yield
+
+
+def run_until_it_ends(argv: list[str], placement: Placement, log: Path, deadline_s: float = math.inf) -> None:
+    """Run `argv` on the devices of `placement` and wait; whatever ends this flow ends the whole process group.
+
+    Args:
+        argv: command to run.
+        placement: its devices.
+        log: file for its output.
+        deadline_s: longest time it may take. An actor has none: the supervisor watches its heartbeat and cancels its
+            flow.
+
+    Raises:
+        RuntimeError: the process failed or took too long; the message has the end of its log.
+    """
+    give_up = time.monotonic() + deadline_s
+    process = ProcessGroup.start(argv, device_environment(placement.kind, placement.devices), log)
+    try:
+        while (status := process.poll()) is None and time.monotonic() < give_up:
+            time.sleep(0.5)
+    finally:
+        process.stop()
+    if status != 0:
+        raise RuntimeError(
+            f"The {placement.role} process of slot {placement.slot} "
+            f"{f'ended with status {status}' if status is not None else f'took over {deadline_s:.0f} s'}; "
+            f"the end of {log}:\n"
+            f"{process.tail()}"
+        )

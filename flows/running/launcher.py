@@ -1,0 +1,120 @@
+"""Starts placements as sub-deployments: `train/<device type>` and `rollout/<device type>` on the machine's queue."""
+
+import logging
+import time
+from collections.abc import Mapping
+from typing import cast
+from uuid import UUID, uuid4
+
+import httpx
+from prefect.client.orchestration import SyncPrefectClient
+from prefect.client.schemas.objects import FlowRun, WorkerStatus
+from prefect.deployments import run_deployment
+from prefect.exceptions import ObjectNotFound, PrefectException
+from prefect.states import Cancelling
+
+from flows.running.supervisor import RunFailed
+from planners.plan.actors import Placement
+from tasks.exchange.ledger import Actor
+
+_WORKER_DEADLINE_S = 60.0
+_SERVER_DEADLINE_S = 600.0
+_RETRY_S = 5.0
+_STATE_MAX_AGE_S = 3.0
+_log = logging.getLogger(__name__)
+
+
+class PrefectLauncher:
+    """Launches through the Prefect server; keeps what it last heard of each flow run while the server is away."""
+
+    def __init__(
+        self, client: SyncPrefectClient, supervisor: Actor, model_path: str, environment: Mapping[str, str]
+    ) -> None:
+        self._client = client
+        self._run_id = supervisor.run_id
+        self._supervisor = supervisor.attempt
+        self._model_path = model_path
+        self._environment = dict(environment)
+        self._ended: dict[str, tuple[float, bool]] = {}
+        self._cancelled: set[str] = set()
+
+    def start(self, placement: Placement, resume_step: int | None) -> str:
+        """Start the placement's flow; see `Launcher.start`. While the server is away this waits for it.
+
+        Raises:
+            RunFailed: no worker polls the pool, or the server did not come back.
+        """
+        give_up = time.monotonic() + _SERVER_DEADLINE_S
+        key = str(uuid4())  # a request whose answer was lost is repeated, and must not start a second flow run
+        while True:
+            try:
+                self._wait_for_worker(placement.device_type)
+                return self._start(placement, resume_step, key)
+            except (httpx.HTTPError, PrefectException) as error:
+                if time.monotonic() > give_up:
+                    raise RunFailed(
+                        f"The Prefect server did not start {placement.role} {placement.slot} within "
+                        f"{_SERVER_DEADLINE_S:.0f} s: {error}"
+                    ) from None
+                _log.warning("the Prefect server is away: %s", error)
+            time.sleep(_RETRY_S)
+
+    def _start(self, placement: Placement, resume_step: int | None, key: str) -> str:
+        parameters: dict[str, object] = {
+            "run_id": self._run_id,
+            "model_path": self._model_path,
+            "placement": placement.model_dump(mode="json"),
+            "supervisor": self._supervisor,
+        }
+        if placement.role == "train":
+            parameters["resume_step"] = resume_step
+        created = run_deployment(
+            f"{placement.role}/{placement.device_type}",
+            parameters=parameters,
+            work_queue_name=placement.machine,
+            job_variables={"env": self._environment},
+            tags=["hexflow", f"run:{self._run_id}"],
+            timeout=0,
+            idempotency_key=key,
+            as_subflow=True,
+        )
+        return str(cast(FlowRun, created).id)  # outside an event loop it is no coroutine
+
+    def cancel(self, flow_run_id: str) -> None:
+        """Ask for cancellation; see `Launcher.cancel`."""
+        if flow_run_id in self._cancelled or self.has_ended(flow_run_id):
+            return
+        try:
+            self._client.set_flow_run_state(UUID(flow_run_id), Cancelling())
+            self._cancelled.add(flow_run_id)  # told twice, a worker interrupts what the first time has begun
+        except (httpx.HTTPError, PrefectException):
+            _log.warning("flow run %s could not be cancelled now", flow_run_id)
+
+    def has_ended(self, flow_run_id: str) -> bool:
+        """Whether the flow run is over, asked at most every few seconds; see `Launcher.has_ended`."""
+        asked, ended = self._ended.get(flow_run_id, (0.0, False))
+        if ended or time.monotonic() - asked < _STATE_MAX_AGE_S:
+            return ended
+        try:
+            state = self._client.read_flow_run(UUID(flow_run_id)).state
+            ended = state is not None and state.is_final()
+        except ObjectNotFound:
+            ended = True
+        except (httpx.HTTPError, PrefectException):
+            _log.warning("the Prefect server did not tell the state of flow run %s", flow_run_id)
+        self._ended[flow_run_id] = (time.monotonic(), ended)
+        return ended
+
+    def _wait_for_worker(self, pool: str) -> None:
+        """A flow run in a pool that nobody polls would wait for ever."""
+        deadline = time.monotonic() + _WORKER_DEADLINE_S
+        while True:
+            workers = self._client.read_workers_for_work_pool(pool)
+            if any(worker.status == WorkerStatus.ONLINE for worker in workers):
+                return
+            if time.monotonic() > deadline:
+                raise RunFailed(
+                    f"No worker of the work pool '{pool}' has been online for {_WORKER_DEADLINE_S:.0f} s: "
+                    "start it with `hexflow up`."
+                )
+            time.sleep(1.0)

@@ -1,0 +1,154 @@
+"""Memory by part of every device of a plan.
+
+Mixed precision as DeepSpeed keeps it, for P parameters in bf16 over d data-parallel ranks (its own estimators,
+`estimate_zero2_model_states_mem_needs` and `estimate_zero3_…`, are compared in the tests):
+
+    weights    2P  (stage 3: 2P/d + the largest layer, gathered)
+    gradients  2P  (stage 2: 2P/d; stage 3: the largest layer's, as they are reduced into the optimiser's share)
+    optimiser  16P: float32 master weights, two moments and gradients (stages 1 to 3: 16P/d)
+
+In float32 the optimiser keeps only two moments, 8P. Activations, for a micro-batch of T tokens:
+
+    layers     where micro-batches may be large, layers are recomputed: the input of each; else all that each keeps
+    one layer  its working set, twice what it keeps
+    logits     16 bytes for each of a chunk of tokens: float32 logits, log-probabilities, their product and gradient
+    mask       T² elements: what every query adds to its score of every key, once for all layers and heads
+
+Scores of queries and keys are not kept: of PyTorch's CUDA kernels that take a mask, only its last resort holds them.
+"""
+
+import math
+from dataclasses import dataclass
+
+from planners.hardware.catalogue import DeviceType
+from planners.workload.demand import Demand
+from planners.workload.model import Model
+
+USABLE_SHARE = 0.90  # of device memory: vLLM's default gpu_memory_utilization, and as much for training
+RECOMPUTE_TOKENS = 4096  # micro-batches that may be larger have their layers computed again for the gradient
+LOGIT_CHUNK_TOKENS = 1024
+LOGIT_BYTES = 16
+PREFILL_CHUNK_TOKENS = 8192  # vLLM's default max_num_batched_tokens
+WORKSPACE_BYTES = 1_500_000_000  # CUDA context, NCCL and cuBLAS buffers (assumed)
+CPU_KV_CACHE_BYTES = 1 << 30  # what a replica on cores asks vLLM for; answers that do not fit wait for their turn
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on one device, by part, and how many there are."""
+
+    weights: float
+    gradients: float
+    optimiser: float
+    activations: float
+    kv: float
+    workspace: float
+    available: float
+
+    @property
+    def total(self) -> float:
+        """All parts."""
+        return self.weights + self.gradients + self.optimiser + self.activations + self.kv + self.workspace
+
+    @property
+    def fits(self) -> bool:
+        """Whether the parts fit into what may be used."""
+        return self.total <= self.available
+
+
+def training_memory(
+    model: Model,
+    demand: Demand,
+    device: DeviceType,
+    *,
+    data_ranks: int,
+    tensor_ranks: int,
+    layer_share: float,
+    zero: int,
+    micro_batches_in_flight: int = 1,
+) -> Memory:
+    """One training rank.
+
+    Args:
+        data_ranks: d, ranks that share one copy of the states under ZeRO.
+        tensor_ranks: ranks that split every layer.
+        layer_share: share of the layers in this pipeline stage; 1 without a pipeline.
+        zero: DeepSpeed ZeRO stage.
+        micro_batches_in_flight: micro-batches whose activations a pipeline stage holds (1F1B).
+    """
+    element = model.element_bytes
+    parameters = model.parameters * layer_share / tensor_ranks
+    layer = max(model.layer_parameters, model.vocabulary * model.hidden) / tensor_ranks
+    states = (16 if element == 2 else 8) * parameters
+    weights = element * (parameters / data_ranks + layer if zero == 3 else parameters)
+    gradients = element * (layer if zero == 3 else parameters / data_ranks if zero == 2 else parameters)
+    tokens = micro_batch_tokens(demand, data_ranks)
+    width = (
+        4 * model.hidden + (3 * model.intermediate + 2 * (model.heads + model.kv_heads) * model.head_dim) / tensor_ranks
+    )
+    recomputed = recomputes(demand.micro_batch_tokens, demand.longest_tokens)
+    kept = tokens * (model.hidden if recomputed else width) * model.layers * layer_share * micro_batches_in_flight
+    working_set = 2 * tokens * width
+    logits = min(tokens, LOGIT_CHUNK_TOKENS) * model.vocabulary / tensor_ranks * LOGIT_BYTES
+    return Memory(
+        weights=weights,
+        gradients=gradients,
+        optimiser=states / data_ranks if zero >= 1 else states,
+        activations=(kept + working_set + tokens**2) * element + logits,
+        kv=0.0,
+        workspace=workspace_bytes(device),
+        available=device.memory_bytes * USABLE_SHARE,
+    )
+
+
+def recomputes(micro_batch_tokens: int, longest_tokens: int) -> bool:
+    """Whether layers are computed again for the gradient, so that a micro-batch's activations are small.
+
+    One answer for a whole run: ranks gather weights together, so all must recompute or none.
+
+    Args:
+        micro_batch_tokens: the budget.
+        longest_tokens: longest prompt plus answer, which is a micro-batch of its own where it is above the budget.
+    """
+    return max(micro_batch_tokens, longest_tokens) > RECOMPUTE_TOKENS
+
+
+def micro_batch_tokens(demand: Demand, data_ranks: int) -> float:
+    """Tokens of the largest micro-batch: the budget, at least one longest sequence, at most a rank's whole share."""
+    longest = min(float(demand.longest_tokens), demand.prompt.longest + demand.response.longest)
+    prompts = math.ceil(demand.minibatch_groups[0] / data_ranks) * demand.prompt.mean
+    share = prompts + demand.largest_minibatch_tokens / data_ranks
+    return max(longest, min(float(demand.micro_batch_tokens), share))
+
+
+def serving_memory(model: Model, device: DeviceType, tensor_ranks: int, cached_tokens: float | None = None) -> Memory:
+    """One device of a rollout replica; the KV cache takes all that is left, or what `cached_tokens` need.
+
+    A process on cores is one such device, with a cache of CPU_KV_CACHE_BYTES.
+    """
+    available = device.memory_bytes * USABLE_SHARE
+    weights = model.weight_bytes / tensor_ranks
+    width = 2 * model.hidden + (2 * model.intermediate + 2 * model.heads * model.head_dim) / tensor_ranks
+    activations = PREFILL_CHUNK_TOKENS * width * model.element_bytes
+    workspace = workspace_bytes(device)
+    left = max(0.0, available - weights - activations - workspace)
+    if device.kind == "cpu":
+        left = min(left, float(CPU_KV_CACHE_BYTES))
+    kv = left if cached_tokens is None else cached_tokens * kv_bytes_per_token(model, tensor_ranks)
+    return Memory(weights, 0.0, 0.0, activations, kv, workspace, available)
+
+
+def kv_bytes_per_token(model: Model, tensor_ranks: int) -> float:
+    """Cache bytes of one token on one device; heads are copied once there are more ranks than heads."""
+    return model.kv_bytes_per_token / min(tensor_ranks, model.kv_heads)
+
+
+def kv_capacity_tokens(model: Model, device: DeviceType, tensor_ranks: int) -> float:
+    """Tokens that the cache of a replica holds."""
+    return serving_memory(model, device, tensor_ranks).kv / kv_bytes_per_token(model, tensor_ranks)
+
+
+def workspace_bytes(device: DeviceType) -> float:
+    """Buffers of the libraries: a twentieth of a small device, 1.5 GB of a large one."""
+    return min(WORKSPACE_BYTES, 0.05 * device.memory_bytes)

@@ -1,0 +1,130 @@
+"""What would bring a plan further: one more device of a type, layouts that --what-if opens, smaller micro-batches."""
+
+from dataclasses import dataclass, replace
+
+from planners.errors import UserError
+from planners.hardware.topology import Topology
+from planners.plan.plan import ClusterPlan
+from planners.search.columns import LEAST_MICRO_BATCH, Problem, TrainingWish, rollout_columns, training_columns
+from planners.search.joint import solve_fastest
+from planners.search.program import Wish
+from planners.search.solver import Infeasible
+from planners.workload.demand import Demand
+from planners.workload.model import Model
+
+NEGLIGIBLE = 0.001
+"""Share of a step's time that counts as none: the solver's own gap, within which two plans are equal."""
+ROUGH = 0.005
+"""Solver gap of what only adds a sentence to a plan that is there."""
+ASK_LIMIT_S = 3.0
+"""Seconds of solving, all types together; beyond that a bound has to do."""
+REMEDY = 0.02
+"""Share by which smaller micro-batches have to shorten training to be named."""
+MOST_DEVICES = 1000
+"""From here on one more device is within the solver's own gap."""
+
+
+@dataclass(frozen=True)
+class Gain:
+    """Relative gain in throughput; `at_most` where the solver ran out of time and it is a bound."""
+
+    share: float
+    at_most: bool = False
+
+
+def next_device_gains(
+    topology: Topology,
+    model: Model,
+    demand: Demand,
+    plan: ClusterPlan,
+    *,
+    what_if: bool = False,
+    training_wish: TrainingWish | None = None,
+) -> dict[str, Gain]:
+    """What one more device of each type would bring, on a machine of its own.
+
+    It is linked as machines of its type are; where there is only one, as its type is linked to others. Compared are
+    step times before placement. Nothing is said of a type for which the solver, with `ASK_LIMIT_S` over all types, has
+    no answer.
+
+    Args:
+        plan: of mode `joint`.
+        what_if: as in `make_plan`.
+        training_wish: as in `make_plan`.
+    """
+    if topology.devices >= MOST_DEVICES:
+        return {}
+    before_s = _before_placement_s(demand, plan)
+    gains = {}
+    for kind, device in topology.types.items():
+        to_others = [speed for types, speed in topology.type_links.items() if kind in types]
+        links = {frozenset((kind,)): min(to_others, default=1e9), **topology.type_links}
+        like = next(n for n in topology.nodes if n.type_name == kind)
+        extra = replace(like, name="one-more", group="one-more", device=device, devices=1, host="", numbers=())
+        grown = replace(topology, nodes=(*topology.nodes, extra), type_links=links)
+        problem = Problem(grown, model, demand, what_if=what_if, sync_mode=plan.sync_mode, training_wish=training_wish)
+        try:
+            gains[kind] = _gain(problem, before_s, ASK_LIMIT_S / len(topology.types))
+        except UserError:
+            continue
+    return gains
+
+
+def what_if_gain(topology: Topology, model: Model, demand: Demand, plan: ClusterPlan) -> Gain | None:
+    """What layouts that do not run yet would bring to a plan of those that do; None where the solver has no answer."""
+    problem = Problem(topology, model, replace(demand, concurrency=None), what_if=True, sync_mode=plan.sync_mode)
+    try:
+        return _gain(problem, _before_placement_s(demand, plan), ASK_LIMIT_S)
+    except UserError:
+        return None
+
+
+def memory_remedy(
+    topology: Topology,
+    model: Model,
+    demand: Demand,
+    plan: ClusterPlan,
+    *,
+    what_if: bool = False,
+    training_wish: TrainingWish | None = None,
+) -> list[str]:
+    """A sentence where training limits and smaller micro-batches would let a faster layout fit into memory."""
+    if plan.limited_by != "training" or topology.devices >= MOST_DEVICES:
+        return []
+    tokens, fastest = demand.micro_batch_tokens, ""
+    now_s = plan.train_s * (1 - REMEDY)
+    while tokens >= 2 * LEAST_MICRO_BATCH:
+        tokens //= 2
+        smaller = replace(demand, micro_batch_tokens=tokens)
+        problem = Problem(
+            topology, model, smaller, what_if=what_if, sync_mode=plan.sync_mode, training_wish=training_wish
+        )
+        best = training_columns(problem)[0]
+        if best.step_s < now_s:
+            now_s = best.step_s
+            fastest = (
+                f"Memory keeps a faster training layout out: with algorithm.tokens_per_micro_batch={tokens} "
+                f"{best.layout.name} fits and takes {best.step_s:.2f} s."
+            )
+    return [fastest] if fastest else []
+
+
+def _before_placement_s(demand: Demand, plan: ClusterPlan) -> float:
+    return demand.tokens_per_step / plan.upper_bound_tokens_per_s / (1 - plan.gap_solver)
+
+
+def _gain(problem: Problem, before_s: float, time_limit_s: float) -> Gain:
+    """Only steps that are shorter are asked for, which is quick to refute; a layout that trains no faster has none."""
+    below_s = before_s * (1 - NEGLIGIBLE)
+    training = [column for column in training_columns(problem) if column.step_s < below_s]
+    if not training:
+        return Gain(0.0)
+    try:
+        found = solve_fastest(
+            problem, training, rollout_columns(problem), Wish(below_s=below_s), time_limit_s=time_limit_s, gap=ROUGH
+        )
+    except Infeasible:
+        return Gain(0.0)
+    if found.objective <= found.bound * (1 + 2 * ROUGH):
+        return Gain(before_s / found.objective - 1)
+    return Gain(before_s / found.bound - 1, at_most=True)

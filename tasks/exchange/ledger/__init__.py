@@ -1,0 +1,52 @@
+"""The ledger: every fact that two processes of a run share, and the only place where it is kept.
+
+Invariants, each kept by the transaction that could break it and by the keys in `schema`:
+
+- a group is consumed at most once in the surviving lineage, and never more than η steps after its version;
+- an attempt that is no longer current writes nothing;
+- what a dead actor held is given out again, and without failures nothing is dropped;
+- counts are derived from rows, never kept beside them;
+- every transition may be repeated: the second time changes nothing and answers the same.
+"""
+
+from tasks.exchange.ledger.actors import Actors
+from tasks.exchange.ledger.groups import Groups
+from tasks.exchange.ledger.reports import Reports
+from tasks.exchange.ledger.rows import (
+    Actor,
+    ActorRow,
+    Evaluation,
+    EvaluationRow,
+    Fenced,
+    GroupRow,
+    Lease,
+    MachineRow,
+    PlanEpochRow,
+    Progress,
+    RunRow,
+    SpanRow,
+    StepRow,
+)
+from tasks.exchange.ledger.runs import Runs
+from tasks.exchange.ledger.versions import Weights
+
+__all__ = [
+    "Actor",
+    "ActorRow",
+    "Evaluation",
+    "EvaluationRow",
+    "Fenced",
+    "GroupRow",
+    "Lease",
+    "Ledger",
+    "MachineRow",
+    "PlanEpochRow",
+    "Progress",
+    "RunRow",
+    "SpanRow",
+    "StepRow",
+]
+
+
+class Ledger(Runs, Actors, Weights, Groups, Reports):
+    """The ledger at one URL; see `Database` for opening it and the parts for what it records."""

@@ -1,0 +1,139 @@
+"""The process of one rollout replica: `python -m tasks.rollout.process --run RUN --slot 0 …`.
+
+It starts the engine, joins the run in the ledger and serves until the run is over.
+"""
+
+import argparse
+import asyncio
+import logging
+import os
+import signal
+import time
+from functools import partial
+from pathlib import Path
+
+from planners.errors import UserError
+from planners.plan.actors import Placement
+from tasks.config.experiment import Experiment
+from tasks.config.settings import load_settings
+from tasks.exchange.layout import RunDirectory
+from tasks.exchange.ledger import Actor, Ledger
+from tasks.exchange.weights import verify_weights
+from tasks.lifecycle.heartbeat import Heartbeat
+from tasks.machine.processes import apply_device_environment, die_with_parent
+from tasks.rollout.replica import Replica, ReplicaParts
+from tasks.rollout.serving import AnsweringSetup, open_answerer
+from tasks.tracking.tracker import Tracker
+
+_log = logging.getLogger(__name__)
+
+
+def main() -> None:
+    """Parse the command line, serve, and tell the ledger how it ended."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--run", required=True)
+    parser.add_argument("--model-path", required=True, type=Path)
+    parser.add_argument("--placement", required=True, help="the replica's Placement as JSON")
+    args = parser.parse_args()
+    die_with_parent()
+    apply_device_environment()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
+    placement = Placement.model_validate_json(args.placement)
+    ledger = Ledger(load_settings().ledger_url)
+    actor = ledger.register(args.run, "replica", placement.slot, os.getpid(), placement.machine)
+    heartbeat = Heartbeat(ledger, actor).start()
+    try:
+        asyncio.run(serve(ledger, actor, heartbeat, args.model_path, placement))
+    except UserError as error:
+        ledger.finish(actor, "failed", str(error))
+        raise SystemExit(f"error: {error}") from None
+    except BaseException as error:
+        ledger.finish(actor, "failed", f"{type(error).__name__}: {error}")
+        raise
+    finally:
+        heartbeat.stop()
+    ledger.finish(actor, "done")
+
+
+async def serve(ledger: Ledger, actor: Actor, heartbeat: Heartbeat, model_path: Path, placement: Placement) -> None:
+    """Start the replica's parts, serve until SIGTERM, and end them all."""
+    run = RunDirectory(load_settings().runs / actor.run_id)
+    experiment = Experiment.model_validate_json(run.experiment.read_text())
+    leaving = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, leaving.set)
+    heartbeat.report("starting", "waiting for the weights to begin with")
+    lineage, number, weights_path = await first_weights(ledger, actor, run, experiment, model_path)
+    heartbeat.report("starting", f"starting vLLM with version {number}")
+    setup = AnsweringSetup(
+        model_path,
+        weights_path,
+        lineage,
+        number,
+        replica=f"replica-{actor.slot}.{actor.attempt}",
+        kind=placement.kind,
+        concurrency=experiment.rollout.concurrency or placement.concurrency,
+        seed=experiment.run.seed + 1000 * actor.slot + actor.attempt,
+    )
+    async with open_answerer(experiment, setup) as (answerer, prompts):
+        if (lineage, number) != (0, 0):
+            await asyncio.to_thread(ledger.set_loaded, actor, lineage, number)
+        tracker = Tracker.child(
+            os.environ.get("MLFLOW_TRACKING_URI"),
+            partial(ledger.mlflow_run, actor.run_id),
+            f"replica-{actor.slot}",
+            {"hexflow.role": "replica", "hexflow.slot": str(actor.slot), "hexflow.attempt": str(actor.attempt)},
+        )
+        replica = Replica(
+            ReplicaParts(experiment, ledger, actor, run, answerer.engine, answerer, prompts, tracker, setup.concurrency)
+        )
+        heartbeat.report("running")
+        try:
+            await _serve_until(leaving, replica)
+        finally:
+            tracker.finish("FINISHED" if leaving.is_set() else "FAILED")
+
+
+async def _serve_until(leaving: asyncio.Event, replica: Replica) -> None:
+    serving = asyncio.create_task(replica.run())
+    told_to_leave = asyncio.create_task(leaving.wait())
+    await asyncio.wait([serving, told_to_leave], return_when=asyncio.FIRST_COMPLETED)
+    told_to_leave.cancel()
+    replica.leave()
+    await serving
+
+
+async def first_weights(
+    ledger: Ledger, actor: Actor, run: RunDirectory, experiment: Experiment, model_path: Path
+) -> tuple[int, int, Path]:
+    """(lineage, number, directory) to start the engine with.
+
+    The prepared model is version 0 by definition. A run's first lineage begins with it, so that generation does not
+    wait for the trainer's start; and whoever comes before the first evaluation is done takes it, or nobody could do
+    that evaluation any more. Later the newest version that can be read is taken.
+
+    Raises:
+        UserError: no version could be read within `run.start_deadline_s`.
+    """
+    deadline = time.monotonic() + experiment.run.start_deadline_s
+    before = ledger.evaluations(actor.run_id).get("before")
+    if before is not None and before.state == "requested":
+        return 0, 0, model_path
+    while time.monotonic() < deadline:
+        latest = ledger.latest_version(actor.run_id)
+        row = ledger.find_run(run_id=actor.run_id)
+        if latest is None and row is not None and row.lineage == 0:
+            return 0, 0, model_path
+        if latest is not None:
+            path = run.weights_path(*latest)
+            if ledger.claim_version(actor, *latest) and path.exists():
+                verify_weights(path)
+                return (*latest, path)
+        await asyncio.sleep(0.5)
+    raise UserError(
+        f"The trainer of run {actor.run_id} published no weights within run.start_deadline_s "
+        f"({experiment.run.start_deadline_s:.0f} s): see its log in {run.logs}."
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,43 @@
+"""Plans for tests that need one and care little which."""
+
+from planners.hardware.machine import Device, Machine
+from planners.hardware.profile import DeviceProfile
+from planners.hardware.topology import ClusterFile, Topology, parse_cluster
+from planners.plan.plan import ClusterPlan
+from planners.search.this_machine import plan_machine
+from planners.workload.model import Model
+from planners.workload.step import Workload
+
+TINY = Model("tiny", 2, 64, 128, 4, 2, 16, 128, tied=True)
+
+
+def profile_of(
+    name: str, generation: dict[int, float], training: float, publish_s: float = 0.0, load_s: float = 0.0
+) -> DeviceProfile:
+    """A profile of a device type by its rates in response tokens/s."""
+    return DeviceProfile(
+        device_type=name,
+        model_key="model",
+        versions_key="versions",
+        gemm_flops_per_s=1e9,
+        memory_bytes_per_s=1e9,
+        generation_tokens_per_s=generation,
+        training_tokens_per_s=training,
+        publish_s=publish_s,
+        load_s=load_s,
+    )
+
+
+def gpu_plan(machine: str, device_type: str, gpus: int) -> ClusterPlan:
+    """One GPU trains, the others generate; 8 s of training, 1 s to publish a version and 0.5 s to load it."""
+    devices = [Device(index=i, device_type=device_type, kind="cuda", memory_bytes=2**36) for i in range(gpus)]
+    profile = profile_of(device_type, {64: 40.0}, 64.0, publish_s=1.0, load_s=0.5)
+    here = Machine(name=machine, devices=tuple(devices))
+    return plan_machine(here, {device_type: profile}, TINY, Workload(), train_devices=1)
+
+
+def cluster_of(**counts: int) -> Topology:
+    """A cluster with a machine of each of one or two device types, with so many devices."""
+    groups = [{"name": f"m-{kind}", "device_type": kind, "devices": n} for kind, n in counts.items()]
+    links = [{"between": list(counts), "gb_per_s": 1.5}] if len(counts) == 2 else []
+    return parse_cluster(ClusterFile.model_validate({"name": "mixed", "machines": groups, "links": links}))

@@ -1,0 +1,80 @@
+"""A single trainer rank inside the test process, tiny models, and groups made up by hand."""
+
+import functools
+import os
+import socket
+from pathlib import Path
+
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from tasks.config.experiment import AlgorithmSection
+from tasks.exchange.trajectories import Group, Outcome, Segment, Trajectory
+from tasks.training.engine import Engine
+from tasks.training.policy import Policy
+from tasks.training.ranks import Ranks, join_ranks
+
+VOCABULARY = 32
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+@functools.cache
+def one_rank() -> Ranks:
+    """This process as the only rank of a trainer; made once."""
+    os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
+    return join_ranks(rendezvous_s=30, wait_s=30)
+
+
+def tiny_model(layers: int = 2, seed: int = 0) -> Qwen3ForCausalLM:
+    torch.manual_seed(seed)
+    config = Qwen3Config(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=64,
+        tie_word_embeddings=True,
+        attn_implementation="sdpa",
+    )
+    return Qwen3ForCausalLM(config)
+
+
+def make_engine(algorithm: AlgorithmSection, steps: int = 10, seed: int = 0) -> Engine:
+    return Engine(Policy(tiny_model(seed=seed), algorithm.temperature), algorithm, steps, one_rank(), torch.float32)
+
+
+def random_groups(count: int, seed: int, answers: int = 4, version: int = 0) -> list[Group]:
+    """Groups with prompts and answers of many lengths, random rewards and behaviour log-probabilities."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def integers(low: int, high: int, size: int = 1) -> list[int]:
+        return torch.randint(low, high, (size,), generator=generator).tolist()
+
+    groups = []
+    for group_id in range(count):
+        trajectories = []
+        for _ in range(answers):
+            (length,) = integers(1, 7)
+            logprobs = (-3.0 - torch.rand(length, generator=generator)).tolist()
+            segment = Segment(tuple(integers(0, VOCABULARY, length)), tuple(logprobs), version, "replica-0")
+            trajectories.append(Trajectory((segment,), Outcome.SCORED, float(torch.rand(1, generator=generator))))
+        prompt = tuple(integers(0, VOCABULARY, integers(2, 9)[0]))
+        groups.append(Group(group_id, group_id, prompt, tuple(trajectories)))
+    return groups
+
+
+def parameters_of(engine: Engine) -> dict[str, torch.Tensor]:
+    return engine.state_dict(torch.float32)
+
+
+def save_tiny_model(directory: Path) -> Path:
+    tiny_model().save_pretrained(directory)
+    return directory

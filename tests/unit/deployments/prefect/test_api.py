@@ -1,0 +1,87 @@
+"""Tests of the calls to a Prefect server, against servers that misbehave."""
+
+import http.server
+import json
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from deployments.prefect.api import PrefectApi, Unreachable, answers
+
+Handler = http.server.BaseHTTPRequestHandler
+
+
+@contextmanager
+def serving(answer: Callable[[Handler], None]) -> Iterator[str]:
+    """host:port of a server that answers every request so."""
+
+    class Answering(Handler):
+        def do_GET(self) -> None:
+            answer(self)
+
+        def log_message(self, *_: object) -> None:
+            """Keep the output clean."""
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Answering)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield f"127.0.0.1:{server.server_address[1]}"
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+def say(handler: Handler, content: bytes, status: int = 200, promised: int | None = None) -> None:
+    """An answer that promises more bytes than it has where `promised` says so."""
+    handler.send_response(status)
+    handler.send_header("Content-Length", str(len(content) if promised is None else promised))
+    handler.end_headers()
+    handler.wfile.write(content)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        pytest.param(lambda handler: say(handler, b'{"state"', promised=100), id="breaks off"),
+        pytest.param(lambda handler: say(handler, b"{", status=500, promised=100), id="breaks off in its error"),
+        pytest.param(lambda handler: handler.wfile.write(b"who is there?\r\n\r\n"), id="no HTTP"),
+        pytest.param(lambda handler: say(handler, b"<html>Sign in</html>"), id="no JSON"),
+        pytest.param(lambda handler: None, id="nothing"),
+    ],
+)
+def test_a_server_that_dies_in_its_answer_is_unreachable(answer: Callable[[Handler], None]) -> None:
+    with serving(answer) as address, pytest.raises(Unreachable, match="No answer from the Prefect server"):
+        PrefectApi(f"http://me:secret@{address}/api").flow_run("f")
+
+
+def test_an_unreachable_server_is_named_without_its_password() -> None:
+    with pytest.raises(Unreachable) as told:
+        PrefectApi("http://me:secret@127.0.0.1:abc/api").flow_run("f")
+    assert "secret" not in str(told.value)
+
+
+def test_a_refused_connection_is_told_in_words() -> None:
+    with socket.socket() as holder:  # bound, and not listening
+        holder.bind(("127.0.0.1", 0))
+        with pytest.raises(Unreachable) as told:
+            PrefectApi(f"http://127.0.0.1:{holder.getsockname()[1]}/api").flow_run("f")
+    assert str(told.value).endswith("none it would give: Connection refused")
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:abc", "http://[::1", "nonsense"])
+def test_a_url_that_is_none_has_no_answer(url: str) -> None:
+    assert not answers(url)
+
+
+def test_the_user_in_a_url_is_sent_as_a_header() -> None:
+    def echo(handler: Handler) -> None:
+        say(handler, json.dumps(handler.headers.get("Authorization")).encode())
+
+    with serving(echo) as address:
+        assert answers(f"http://me:secret@{address}/health")
+        assert PrefectApi(f"http://me:sec%40ret@{address}/api").call("GET", "/x") == "Basic bWU6c2VjQHJldA=="

@@ -1,0 +1,143 @@
+"""Opening a run: new, taken up again by the same flow run, resumed after a crash, refused where somebody is at work."""
+
+from pathlib import Path
+
+import pytest
+
+from flows.running.context import open_run, require_unsupervised
+from planners.errors import UserError
+from tasks import readiness
+from tasks.config.experiment import Experiment, parse_experiment
+from tasks.config.settings import Settings
+from tasks.exchange.files import write_json
+from tasks.exchange.ledger import Fenced, Ledger
+from tasks.exchange.ledger.rows import ActorRow
+from tasks.machine.devices import hold_devices
+from tasks.machine.discovery import discover_machine
+from tests.support.ledger import lease, score, take
+
+
+@pytest.fixture
+def experiment() -> Experiment:
+    return parse_experiment({"workload": {"prompts_per_step": 2}, "run": {"steps": 3, "name": "short"}}, "test")
+
+
+def test_a_new_run_is_written_down_before_anything_starts(settings: Settings, experiment: Experiment) -> None:
+    run = open_run(experiment, None, "flow-1")
+    assert run.run_id.startswith("short-")
+    assert Experiment.model_validate_json(run.directory.experiment.read_text()) == experiment
+    assert run.ledger.evaluations(run.run_id)["before"].state == "requested"
+    assert run.resume_step is None
+
+
+def test_a_run_with_a_live_supervisor_is_not_resumed(settings: Settings, experiment: Experiment) -> None:
+    run = open_run(experiment, None, "flow-1")
+    with pytest.raises(UserError, match="is being worked on"):
+        open_run(experiment, run.run_id, "flow-2")
+
+
+class Supervised:
+    """A ledger with a supervisor that has been silent for so long."""
+
+    def __init__(self, silent_s: float) -> None:
+        self._row = ActorRow("supervisor", 0, 1, "running", 1, "here", None, silent_s, "")
+
+    def actors(self, run_id: str) -> list[ActorRow]:
+        return [self._row]
+
+
+def test_a_refused_resume_says_when_it_can_be_done(settings: Settings, experiment: Experiment) -> None:
+    run = open_run(experiment, None, "flow-1")
+    row = run.ledger.find_run(run_id=run.run_id)
+    with pytest.raises(UserError, match=r"last heard of 14 s ago: .* try again in 6 s\.$"):
+        require_unsupervised(row, Supervised(14.2))
+    require_unsupervised(row, Supervised(20.0))
+
+
+def test_a_resume_fences_what_the_dead_attempt_left(settings: Settings, experiment: Experiment) -> None:
+    run = open_run(experiment, None, "flow-1")
+    orphan = run.ledger.register(run.run_id, "replica", 1, pid=1, machine="here")
+    run.ledger.heartbeat(orphan)
+    assert run.ledger.lease_group(orphan, 0) is not None
+    assert run.ledger.claim_evaluation(orphan, 0) is not None
+    run.ledger.finish(run.supervisor, "failed")  # as a crash does after SUPERVISOR_SILENCE_S
+
+    resumed = open_run(experiment, run.run_id, "flow-2")
+    assert resumed.run_id == run.run_id
+    assert resumed.resume_step == 0
+    with pytest.raises(Fenced):
+        run.ledger.heartbeat(orphan)
+    assert run.ledger.progress(run.run_id).groups["leased"] == 0
+    assert run.ledger.evaluations(run.run_id)["before"].state == "requested"
+
+
+def test_a_refused_resume_leaves_everything_as_it_is(
+    settings: Settings, experiment: Experiment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also one from the Prefect page, where no command has looked at the devices before."""
+    monkeypatch.setattr(readiness, "LEAVING_S", 0.0)
+    run = open_run(experiment, None, "flow-1")
+    replica = run.ledger.register(run.run_id, "replica", 0, pid=1, machine="here")
+    run.ledger.finish(run.supervisor, "failed")
+    before = run.ledger.find_run(run_id=run.run_id), run.ledger.actors(run.run_id)[0].attempt
+    device = discover_machine().devices[0]
+    with (
+        hold_devices(device.kind, [device.index], "other-1 (train 0)", settings),
+        pytest.raises(UserError, match=r"is held by other-1 \(train 0\)"),
+    ):
+        open_run(experiment, run.run_id, "flow-2")
+    assert (run.ledger.find_run(run_id=run.run_id), run.ledger.actors(run.run_id)[0].attempt) == before
+    run.ledger.heartbeat(replica)
+    with hold_devices(device.kind, [device.index], f"{run.run_id} (rollout 0)", settings):
+        open_run(experiment, run.run_id, "flow-2")
+
+
+def test_a_resume_asks_for_the_ranks_that_wrote_its_checkpoint(settings: Settings, experiment: Experiment) -> None:
+    """Of the newest checkpoint that counts: the ledger knows nothing of the second."""
+    run = open_run(experiment, None, "flow-1")
+    assert run.resume_ranks is None
+    trainer = run.ledger.register(run.run_id, "trainer", 0, pid=1, machine="here")
+    replica = run.ledger.register(run.run_id, "replica", 0, pid=1, machine="here")
+    for _ in range(2):
+        score(run.ledger, replica, lease(run.ledger, replica))
+    take(run.ledger, trainer, 0)
+    run.ledger.record_step(trainer, 0, "{}")
+    for step, ranks in ((1, 3), (2, 5)):
+        path = run.directory.checkpoint_path(0, step)
+        path.mkdir()
+        write_json(path / "checkpoint.json", {"step": step, "lineage": 0, "ranks": ranks})
+    run.ledger.finish(run.supervisor, "failed")
+    resumed = open_run(experiment, run.run_id, "flow-2")
+    assert (resumed.resume_step, resumed.resume_ranks) == (1, 3)
+
+
+def test_the_same_flow_run_takes_its_run_up_again(settings: Settings, experiment: Experiment) -> None:
+    first = open_run(experiment, None, "flow-1")
+    again = open_run(experiment, None, "flow-1")
+    assert again.run_id == first.run_id
+    with pytest.raises(Fenced):
+        first.ledger.heartbeat(first.supervisor)
+
+
+def test_runs_that_cannot_be_resumed(settings: Settings, experiment: Experiment) -> None:
+    with pytest.raises(UserError, match="There is no run absent to resume"):
+        open_run(experiment, "absent", "flow-1")
+    run = open_run(experiment, None, "flow-2")
+    run.ledger.finish(run.supervisor, "done")
+    run.ledger.set_run_state(run.run_id, "completed")
+    with pytest.raises(UserError, match="is complete"):
+        open_run(experiment, run.run_id, "flow-3")
+
+
+def test_a_run_whose_directory_is_gone(settings: Settings, experiment: Experiment) -> None:
+    run = open_run(experiment, None, "flow-1")
+    run.ledger.finish(run.supervisor, "failed")
+    run.directory.experiment.unlink()
+    with pytest.raises(UserError, match="its directory"):
+        open_run(experiment, run.run_id, "flow-2")
+    assert Ledger(settings.ledger_url).find_run(run_id=run.run_id) is not None
+
+
+def test_paths_are_under_the_settings(settings: Settings, experiment: Experiment) -> None:
+    run = open_run(experiment, None, None)
+    assert Path(settings.runs) in run.directory.root.parents

@@ -1,0 +1,179 @@
+"""Reading experiments: overrides, and faults that name what is wrong and the remedy."""
+
+from pathlib import Path
+
+import pytest
+
+from planners.errors import UserError
+from tasks.config.experiment import Experiment, load_experiment, read_resolved_experiment
+from tests.support.places import EXPERIMENTS
+
+TINY = EXPERIMENTS / "tiny.yaml"
+
+
+def test_overrides_change_single_values() -> None:
+    experiment = load_experiment(TINY, ["algorithm.lr=5e-7", "run.steps=3", "workload.max_staleness=0"])
+    assert experiment.algorithm.lr == 5e-7
+    assert experiment.run.steps == 3
+    assert experiment.workload.max_staleness == 0
+    assert experiment.model.source == "tiny-random"
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("algorithm.lrr=1", r"unknown key 'algorithm.lrr' \(did you mean 'lr'\?\)"),
+        ("algoritm.lr=1", r"unknown key 'algoritm' \(did you mean 'algorithm'\?\)"),
+        ("run.steps=many", r"'run.steps' is 'many': input should be a valid integer"),
+        ("workload.max_staleness=-1", r"'workload.max_staleness' is -1: input should be greater than or equal to 0"),
+        ("workload.group_size=1", "advantages are normalised within a group: set it to 2 or more"),
+        ("workload.max_new_tokens=5000", "above model.max_context 512"),
+        ("algorithm.minibatches=9", "each minibatch needs at least one group"),
+        ("reward.kind=reasoning_gym", "scores its own questions only"),
+        ("data.kind=jsonl", "data.path is empty"),
+        ("prompt.template=hello", r"lacks the placeholder \{question\}"),
+        ("lr=1", "not of the form section.key=value"),
+        ("run.steps.deep=1", "'steps', which holds a plain value"),
+        ("run.name=[", "not valid YAML"),
+        ("run.name=Laptop", "use lower-case letters, digits and hyphens"),
+        ("run.steps=true", r"'run.steps' is true: input should not be true or false"),
+        ("algorithm.zero_stage=true", "should not be true or false"),
+        ("run.steps=", r"'run.steps' is empty: input should be a valid integer"),
+        ("algorithm.lr=.inf", r"'algorithm.lr' is inf: input should be a finite number"),
+        ("algorithm.gradient_clip=.nan", "finite number"),
+        ("workload.max_staleness=101", "less than or equal to 100"),
+        (
+            "workload.response_lengths={kind: samples, tokns: [1]}",
+            r"response_lengths.tokns' \(did you mean 'tokens'\?\)",
+        ),
+        ("workload.response_lengths={kind: samples, tokens: [true, 5]}", "should not be true or false"),
+        ("run.name=!!timestamp x", "is not valid YAML: quote it"),
+        ("workload.response_lengths={kind: samples, tokens: [0]}", "greater than or equal to 1"),
+        (
+            "workload.response_lengths={kind: samples, tokens: [17]}",
+            "reaches 17 tokens, above workload.max_new_tokens 16",
+        ),
+        ("workload.prompt_lengths={kind: samples, tokens: [33]}", "prompt_lengths reaches 33 tokens, above .* 32"),
+        ("workload.prompts_per_step=50000", "200000 answers per step, above 100000"),
+        ("cluster.device_types=[]", "at least 1 item"),
+        ("workload.reward_s=1e300", "less than or equal to 86400"),
+        ("run.seed=99999999999999999999", "'run.seed' is 9+: input should be less than or equal to 2147483647"),
+        ("data.heldout_seed=4294967296", "less than or equal to 2147483647"),
+        ("run.steps=99999999999999", "'run.steps' is 9+: input should be less than or equal to 1000000"),
+        ("run.evaluation_samples=100000", "less than or equal to 1000"),
+        ("run.heartbeat_deadline_s=0.001", "greater than or equal to 5"),
+        ("reward.processes=100000", "'reward.processes' is 100000: input should be less than or equal to 256"),
+        ("tracking.tags={mlflow.runName: x}", "'tracking.tags': the tag mlflow.runName has a reserved name"),
+        ("tracking.tags={hexflow.run: x}", "reserved name"),
+        ("data.task=nope", "task is for kind reasoning_gym, but kind is toy: leave it out or change the kind"),
+        ("data.parameters={min_terms: 3}", "parameters is for kind reasoning_gym, but kind is toy"),
+        ("data.path=some.jsonl", "path is for kind jsonl, but kind is toy"),
+        ("workload.response_lengths={mean: 3}", "'workload.response_lengths' lacks the key 'kind'"),
+        ("workload.response_lengths={kind: log-normal, mean: .inf, q99: 1, cap: 1}", r"response_lengths.mean' is inf"),
+    ],
+)
+def test_a_fault_is_named_with_its_remedy(override: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        load_experiment(TINY, [override])
+
+
+def test_files_that_are_no_experiments(tmp_path: Path) -> None:
+    with pytest.raises(
+        UserError, match=rf"There is no experiment file .*absent.yaml; shipped ones lie in {TINY.parent}"
+    ):
+        load_experiment(tmp_path / "absent.yaml")
+    with pytest.raises(UserError, match=f"did you mean {TINY}"):
+        load_experiment(tmp_path / "tiney.yaml")
+    with pytest.raises(UserError, match="is a directory: name one experiment file"):
+        load_experiment(tmp_path)
+    (tmp_path / "list.yaml").write_text("- 1\n")
+    with pytest.raises(UserError, match="must hold keys and values, not a list"):
+        load_experiment(tmp_path / "list.yaml")
+    (tmp_path / "broken.yaml").write_text("a: [\n")
+    with pytest.raises(UserError, match="is not valid YAML"):
+        load_experiment(tmp_path / "broken.yaml")
+    (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(UserError, match="no text in UTF-8"):
+        load_experiment(tmp_path / "binary.yaml")
+    (tmp_path / "empty.yaml").write_text("# nothing\n")
+    with pytest.raises(UserError, match=r"empty\.yaml is empty"):
+        load_experiment(tmp_path / "empty.yaml", ["run.steps=1"])
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("run:\n  steps: 1\n  seed: 2\n  steps: 3\n", "line 4: the key 'steps' is there twice"),
+        ("run: {steps: 1}\nrun: {seed: 1}\n", "line 2: the key 'run' is there twice"),
+        ("run:\n", "'run' is empty: it must hold keys and values"),
+        ("1: 2\n", "keys should be strings"),
+        ("tracking: {tags: {day: 2026-13-45}}\n", "not valid YAML: month must be"),
+        ("[" * 3000, "nested too deeply"),
+        ("a: 1\nb: 2\nc: 3\nd: 4\ne: 5\nf: 6\n", "unknown key 'd' [^;]*; and 2 more"),
+        ("run: {steps: 1}\n---\nrun: {steps: 2}\n", "expected a single document"),
+    ],
+)
+def test_yaml_that_says_something_else_than_it_seems_is_refused(text: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "bad.yaml").write_text(text)
+    with pytest.raises(UserError, match=message):
+        load_experiment(tmp_path / "bad.yaml")
+
+
+def test_keys_that_are_merged_may_be_overridden(tmp_path: Path) -> None:
+    """A YAML merge (`<<`) brings the same keys on purpose."""
+    (tmp_path / "merged.yaml").write_text("run: &base {steps: 1}\nworkload: {}\nalgorithm:\n  <<: {lr: 1}\n  lr: 2\n")
+    assert load_experiment(tmp_path / "merged.yaml").algorithm.lr == 2
+
+
+def test_relative_paths_start_where_they_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the file at the file, those of overrides at the working directory; `~` is the user's home."""
+    for place in ("file", "here"):
+        (tmp_path / place / "model").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    written = tmp_path / "file" / "mine.yaml"
+    written.write_text(
+        "model: {source: model}\ndata: {kind: jsonl, path: questions.jsonl}\nreward: {kind: math_verify}\n"
+    )
+    experiment = load_experiment(written)
+    assert experiment.model.source == str(tmp_path / "file" / "model")
+    assert experiment.data.path == str(tmp_path / "file" / "questions.jsonl")
+    experiment = load_experiment(written, ["data.path=~/questions.jsonl", "model.source=model"])
+    assert experiment.model.source == str(tmp_path / "here" / "model")
+    assert experiment.data.path == str(tmp_path / "questions.jsonl")
+
+
+def test_a_stored_experiment_that_is_damaged_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "experiment.json"
+    path.write_text(load_experiment(TINY).model_dump_json())
+    assert read_resolved_experiment(path) == load_experiment(TINY)
+    path.write_text("{")
+    with pytest.raises(UserError, match=r"the experiment of the run, cannot be read .*: start a new run"):
+        read_resolved_experiment(path)
+    path.write_text('{"run": {"stepps": 1}}')
+    with pytest.raises(UserError, match="did you mean 'steps'"):
+        read_resolved_experiment(path)
+
+
+def test_the_resolved_experiment_survives_storage() -> None:
+    experiment = load_experiment(TINY)
+    assert Experiment.model_validate_json(experiment.model_dump_json()) == experiment
+
+
+def test_every_field_says_what_it_is_and_in_which_unit() -> None:
+    """The descriptions are the form in the Prefect UI."""
+    for section, field in Experiment.model_fields.items():
+        assert field.description, section
+        for name, inner in type(field.default).model_fields.items():
+            words = inner.description or ""
+            assert words, f"{section}.{name}"
+            assert not name.endswith("_s") or "econds" in words, f"{section}.{name} has no unit"
+            assert "tokens" not in name or "tokens" in words, f"{section}.{name} has no unit"
+
+
+def test_no_default_is_empty_in_the_form() -> None:
+    """The Prefect UI takes a 0 that is chosen among some for nothing, and shows an empty field."""
+    sections = Experiment.model_json_schema()["$defs"].values()
+    choices = [field for section in sections for field in section.get("properties", {}).values() if "enum" in field]
+    assert len(choices) >= 3
+    assert all(field.get("default") or "default" not in field for field in choices)

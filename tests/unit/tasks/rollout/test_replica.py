@@ -1,0 +1,248 @@
+"""A replica against a real ledger and a hand-written engine: gate, payloads, new weights, evaluation, leaving."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from planners.errors import UserError
+from tasks.config.experiment import Experiment, parse_experiment
+from tasks.data.prompts import Item
+from tasks.exchange.layout import RunDirectory
+from tasks.exchange.ledger import Actor, Ledger
+from tasks.exchange.trajectories import Outcome, Segment, load_group
+from tasks.exchange.weights import publish_weights
+from tasks.rollout.answering import Answerer
+from tasks.rollout.engine import Answer, InFlight, Sampling
+from tasks.rollout.replica import Replica, ReplicaParts
+from tasks.tracking.tracker import Tracker
+
+RUN = "run"
+
+
+class FakeEngine:
+    """Answers with two tokens after `hold` is set; names the version it has loaded."""
+
+    replica = "fake"
+
+    def __init__(self) -> None:
+        self.loaded = (0, 0)
+        self.hold = asyncio.Event()
+        self.hold.set()
+        self._aborted: set[str] = set()
+
+    async def generate(self, request_id: str, prompt_ids: Sequence[int], sampling: Sampling) -> Answer:
+        version = self.loaded[1]
+        while not self.hold.is_set():
+            if request_id in self._aborted:
+                return Answer((), "aborted")
+            await asyncio.sleep(0.01)
+        return Answer((Segment((5, 6), (-0.5, -0.5), version, self.replica),), "stop")
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        self._aborted.update(request_ids)
+
+    async def load(self, lineage: int, number: int, path: Path, in_flight: InFlight) -> None:
+        self.loaded = (lineage, number)
+
+    async def shutdown(self) -> None:
+        pass
+
+
+class FakeText:
+    """A tokenizer, prompts and scorer in one: the reward alternates so that groups have a spread."""
+
+    stop_token_ids = (6,)
+
+    def __init__(self, outcome: Outcome = Outcome.SCORED) -> None:
+        self.outcome = outcome
+        self._scored = 0
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
+        return " ".join(map(str, token_ids))
+
+    def item(self, prompt_index: int) -> Item:
+        return Item(str(prompt_index), "", {})
+
+    def heldout(self) -> list[Item]:
+        return [Item("a", "", {}), Item("b", "", {})]
+
+    def encode(self, item: Item) -> list[int]:
+        return [1, 2]
+
+    async def score(self, item: Item, answer_text: str) -> tuple[Outcome, float]:
+        assert answer_text == "5", "the stop token is no part of the text"
+        self._scored += 1
+        return self.outcome, float(self._scored % 2) if self.outcome is Outcome.SCORED else float("nan")
+
+
+@pytest.fixture
+def ledger(tmp_path: Path) -> Ledger:
+    ledger = Ledger(f"sqlite:///{tmp_path / 'ledger.db'}")
+    ledger.create_run(RUN, prompts_per_step=2, max_staleness=1, steps=4, max_attempts_per_prompt=2)
+    return ledger
+
+
+@pytest.fixture
+def experiment() -> Experiment:
+    return parse_experiment({"workload": {"prompts_per_step": 2, "group_size": 2, "max_staleness": 1}}, "test")
+
+
+def make_replica(ledger: Ledger, experiment: Experiment, tmp_path: Path, engine: FakeEngine, text: FakeText) -> Replica:
+    actor = ledger.register(RUN, "replica", 0, pid=1, machine="here")
+    run = RunDirectory(tmp_path)
+    run.create()
+    answerer = Answerer(engine, text, text, Sampling(1.0, 4, text.stop_token_ids))
+    tracker = Tracker.child(None, lambda: None, "replica", {})
+    return Replica(ReplicaParts(experiment, ledger, actor, run, engine, answerer, text, tracker, concurrency=8))
+
+
+async def until(condition: Callable[[], bool], what: str) -> None:
+    for _ in range(500):
+        if condition():
+            return
+        await asyncio.sleep(0.02)
+    raise AssertionError(f"did not happen: {what}")
+
+
+def publish(ledger: Ledger, tmp_path: Path, trainer: Actor, lineage: int, number: int) -> None:
+    def fill(directory: Path) -> None:
+        (directory / "config.json").write_text("{}")
+        (directory / "model.safetensors").write_bytes(b"weights")
+
+    path = publish_weights(RunDirectory(tmp_path), lineage, number, fill)
+    ledger.record_version(trainer, number, str(path))
+
+
+def in_state(ledger: Ledger, state: str) -> int:
+    return ledger.progress(RUN).groups[state]
+
+
+def test_it_stops_at_the_gate_and_goes_on_with_new_weights(
+    ledger: Ledger, experiment: Experiment, tmp_path: Path
+) -> None:
+    async def scenario() -> None:
+        replica = make_replica(ledger, experiment, tmp_path, FakeEngine(), FakeText())
+        running = asyncio.create_task(replica.run())
+        await until(lambda: in_state(ledger, "scored") == 4, "four groups at version 0")
+        await asyncio.sleep(0.5)
+        assert in_state(ledger, "scored") + in_state(ledger, "leased") == 4, "more were begun than the gate allows"
+        trainer = ledger.register(RUN, "trainer", 0, pid=2, machine="here")
+        publish(ledger, tmp_path, trainer, 0, 0)
+        taken = ledger.take_groups(trainer, 0)
+        assert taken is not None
+        publish(ledger, tmp_path, trainer, 0, 1)
+        await until(lambda: in_state(ledger, "scored") == 4, "two more groups at version 1")
+        replica.leave()
+        await running
+        group = load_group(RunDirectory(tmp_path).group_path(taken[0].group_id))
+        assert [trajectory.oldest_version for trajectory in group.trajectories] == [0, 0]
+        newest = ledger.take_groups(trainer, 1)
+        assert newest is not None
+        assert ledger.claimed_versions(RUN) == {(0, 1)}
+
+    asyncio.run(scenario())
+
+
+def test_a_group_that_cannot_be_scored_is_dropped_and_its_prompt_leased_again(
+    ledger: Ledger, experiment: Experiment, tmp_path: Path
+) -> None:
+    async def scenario() -> None:
+        text = FakeText(Outcome.ERROR)
+        replica = make_replica(ledger, experiment, tmp_path, FakeEngine(), text)
+        running = asyncio.create_task(replica.run())
+        await until(lambda: ledger.progress(RUN).dropped.get("too_few_scored", 0) >= 3, "three drops")
+        text.outcome = Outcome.SCORED
+        await until(lambda: in_state(ledger, "scored") == 4, "the places are given out again")
+        replica.leave()
+        await running
+
+    asyncio.run(scenario())
+
+
+def test_answers_of_an_abandoned_lineage_are_dropped(ledger: Ledger, experiment: Experiment, tmp_path: Path) -> None:
+    async def scenario() -> None:
+        trainer = ledger.register(RUN, "trainer", 0, pid=2, machine="here")
+        publish(ledger, tmp_path, trainer, 0, 0)
+        engine = FakeEngine()
+        engine.hold.clear()
+        replica = make_replica(ledger, experiment, tmp_path, engine, FakeText())
+        running = asyncio.create_task(replica.run())
+        await until(lambda: in_state(ledger, "leased") == 4, "four groups in flight")
+        lineage = ledger.resume_from(RUN, 0)
+        trainer = ledger.register(RUN, "trainer", 0, pid=3, machine="here")
+        publish(ledger, tmp_path, trainer, lineage, 0)
+        await until(lambda: engine.loaded == (lineage, 0), "the new lineage is loaded")
+        engine.hold.set()
+        await until(lambda: in_state(ledger, "scored") == 4, "all groups under the new lineage")
+        replica.leave()
+        await running
+
+    asyncio.run(scenario())
+
+
+def test_a_prompt_that_does_not_fit_is_dropped_and_quarantined(
+    ledger: Ledger, experiment: Experiment, tmp_path: Path
+) -> None:
+    class LongPrompt(FakeText):
+        def encode(self, item: Item) -> list[int]:
+            if item.question == "1":
+                raise UserError("too long")
+            return [1, 2]
+
+    async def scenario() -> None:
+        replica = make_replica(ledger, experiment, tmp_path, FakeEngine(), LongPrompt())
+        running = asyncio.create_task(replica.run())
+        await until(lambda: in_state(ledger, "scored") == 4, "four groups of other prompts")
+        replica.leave()
+        await running
+        assert ledger.progress(RUN).dropped == {"prompt_too_long": 2}
+        assert ledger.progress(RUN).quarantined_prompts == 1
+
+    asyncio.run(scenario())
+
+
+def test_an_error_while_answering_ends_the_replica_and_is_named(
+    ledger: Ledger, experiment: Experiment, tmp_path: Path
+) -> None:
+    class BrokenEngine(FakeEngine):
+        async def generate(self, request_id: str, prompt_ids: Sequence[int], sampling: Sampling) -> Answer:
+            raise ValueError("the engine is gone")
+
+    async def scenario() -> None:
+        await make_replica(ledger, experiment, tmp_path, BrokenEngine(), FakeText()).run()
+
+    with pytest.raises(ValueError, match="the engine is gone"):
+        asyncio.run(scenario())
+
+
+def test_it_evaluates_when_asked(ledger: Ledger, experiment: Experiment, tmp_path: Path) -> None:
+    async def scenario() -> None:
+        ledger.request_evaluation(RUN, "before", 0)
+        replica = make_replica(ledger, experiment, tmp_path, FakeEngine(), FakeText())
+        running = asyncio.create_task(replica.run())
+        await until(lambda: ledger.evaluations(RUN)["before"].state == "done", "an evaluation")
+        replica.leave()
+        await running
+        result = ledger.evaluations(RUN)["before"].result
+        assert result is not None
+        assert len(result["greedy"]) == 2
+        assert [len(samples) for samples in result["sampled"]] == [experiment.run.evaluation_samples] * 2
+
+    asyncio.run(scenario())
+
+
+def test_leaving_drops_what_is_in_flight(ledger: Ledger, experiment: Experiment, tmp_path: Path) -> None:
+    async def scenario() -> None:
+        engine = FakeEngine()
+        engine.hold.clear()
+        replica = make_replica(ledger, experiment, tmp_path, engine, FakeText())
+        running = asyncio.create_task(replica.run())
+        await until(lambda: in_state(ledger, "leased") == 4, "four groups in flight")
+        replica.leave()
+        await asyncio.wait_for(running, timeout=10)
+        assert in_state(ledger, "leased") == 0
+        assert ledger.progress(RUN).dropped == {"aborted": 4}
+
+    asyncio.run(scenario())

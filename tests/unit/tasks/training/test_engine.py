@@ -1,0 +1,221 @@
+"""A training step equals plain PyTorch on the whole batch, and the engine learns."""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from tasks.config.experiment import AlgorithmSection
+from tasks.exchange.trajectories import Group, Outcome, Segment, Trajectory
+from tasks.training.algorithms.losses import permute_advantages, policy_loss, with_advantages
+from tasks.training.engine import Engine, lr_factor
+from tasks.training.packing import MicroBatch, TrainingGroup, hand_of, lay_out
+from tasks.training.policy import Policy, load_policy
+from tests.support.training import make_engine, one_rank, parameters_of, random_groups, save_tiny_model, tiny_model
+
+
+def algorithm(**values: object) -> AlgorithmSection:
+    return AlgorithmSection.model_validate({"lr": 1e-2, "tokens_per_micro_batch": 40, "gradient_clip": 0.5, **values})
+
+
+def plain_logprobs(model: torch.nn.Module, group: TrainingGroup, k: int) -> torch.Tensor:
+    answer = group.answers[k].token_ids
+    row = torch.tensor([group.prompt_ids + answer])
+    logprobs = model(row).logits[0, len(group.prompt_ids) - 1 : -1].log_softmax(-1)
+    return logprobs.gather(1, torch.tensor(answer)[:, None])[:, 0]
+
+
+def plain_steps(
+    algorithm: AlgorithmSection, batches: list[list[TrainingGroup]]
+) -> tuple[dict[str, torch.Tensor], list[float]]:
+    """The same steps in plain PyTorch: no packing, no micro-batches, no DeepSpeed."""
+    model = tiny_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=algorithm.lr, betas=(0.9, 0.99), weight_decay=0.0)
+    norms = []
+    for groups in batches:
+        n = algorithm.minibatches
+        chunks = [groups[k::n] for k in range(n)]
+        prox = [
+            [plain_logprobs(model, g, k).detach() for g in chunk for k in range(len(g.answers))] for chunk in chunks
+        ]
+        for chunk, old in zip(chunks, prox, strict=True):
+            total, tokens, at = torch.zeros(()), 0, 0
+            for group in chunk:
+                for k, advantage in enumerate(group.advantages):
+                    new = plain_logprobs(model, group, k)
+                    behave = torch.tensor(group.answers[k].segments[0].logprobs)
+                    weight = (old[at] - behave).exp().clamp(max=algorithm.behaviour_weight_cap)
+                    ratio = (new - old[at]).exp()
+                    bounded = ratio.clamp(1 - algorithm.clip, 1 + algorithm.clip)
+                    total = total + (weight * torch.maximum(-advantage * ratio, -advantage * bounded)).sum()
+                    tokens += len(new)
+                    at += 1
+            optimizer.zero_grad()
+            (total / tokens).backward()
+            norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), algorithm.gradient_clip)))
+            optimizer.step()
+    return dict(model.named_parameters()), norms
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(("minibatches", "tokens_per_micro_batch"), [(1, 40), (3, 40), (3, 12)])
+def test_steps_equal_plain_pytorch(zero_stage: int, minibatches: int, tokens_per_micro_batch: int) -> None:
+    """Also where most groups are above the budget."""
+    choices = algorithm(zero_stage=zero_stage, minibatches=minibatches, tokens_per_micro_batch=tokens_per_micro_batch)
+    batches = [with_advantages(random_groups(6, seed)) for seed in range(2)]
+    expected, norms = plain_steps(choices, batches)
+    engine = make_engine(choices)
+    results = [engine.train_step(groups, step) for step, groups in enumerate(batches)]
+    trained = parameters_of(engine)
+    assert trained.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(trained[name], value.detach(), atol=2e-4, rtol=0, msg=name)
+    assert results[0].metrics["grad_norm"] == pytest.approx(max(norms[:minibatches]), rel=1e-3)
+    assert [result.updates for result in results] == [minibatches] * 2
+    assert (results[0].metrics["ratio/max"] == 1) == (minibatches == 1)
+
+
+@pytest.mark.parametrize("minibatches", [1, 2])
+def test_a_split_group_trains_like_a_whole_one(minibatches: int) -> None:
+    """A budget of 1 leaves every answer alone with its prompt; losses, their metrics and the weights stay."""
+    groups = with_advantages(random_groups(6, seed=0, answers=16))
+    results, weights = [], []
+    for budget in (10_000, 30, 1):
+        engine = make_engine(algorithm(minibatches=minibatches, tokens_per_micro_batch=budget))
+        results.append(engine.train_step(groups, 0))
+        weights.append(parameters_of(engine))
+    for result, trained in zip(results[1:], weights[1:], strict=True):
+        assert result.metrics == pytest.approx(results[0].metrics, rel=1e-4, abs=1e-5)
+        for name, value in weights[0].items():
+            torch.testing.assert_close(trained[name], value, atol=1e-4, rtol=1e-5, msg=name)
+
+
+def test_ranks_that_share_groups_add_up_to_one() -> None:
+    """The loss and its gradient over all hands are those of the whole minibatch in one micro-batch."""
+    groups = with_advantages(random_groups(4, seed=0, answers=16))
+    policy = Policy(tiny_model(), 1.0)
+
+    def gradient(batches: Sequence[MicroBatch]) -> tuple[float, list[torch.Tensor]]:
+        policy.zero_grad()
+        total = 0.0
+        for batch in batches:
+            logprobs, entropy = policy(batch)
+            sums = policy_loss(logprobs, logprobs.detach(), entropy, batch, clip=0.2, weight_cap=2.0)
+            sums.loss.backward()
+            total += float(sums.loss.detach())
+        return total, [parameter.grad.clone() for parameter in policy.parameters() if parameter.grad is not None]
+
+    loss, whole = gradient([lay_out(groups)])
+    shared_loss, shared = gradient([batch for rank in range(3) for batch in hand_of(groups, 50, rank, 3)])
+    assert shared_loss == pytest.approx(loss, rel=1e-5, abs=1e-5)
+    for one, other in zip(whole, shared, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("zero_stage", [0, 2, 3])
+def test_recomputed_layers_train_like_kept_ones(zero_stage: int, tmp_path: Path) -> None:
+    groups = with_advantages(random_groups(4, seed=0))
+    save_tiny_model(tmp_path)
+    weights, forwards = [], []
+    for recompute in (False, True):
+        policy = load_policy(tmp_path, 1.0, 64, torch.float32, recompute=recompute)
+        calls: list[None] = []
+        policy.model.model.layers[0].mlp.register_forward_pre_hook(lambda *_, calls=calls: calls.append(None))
+        engine = Engine(policy, algorithm(zero_stage=zero_stage, minibatches=2), 10, one_rank(), torch.float32)
+        for step in range(2):
+            assert engine.train_step(groups, step).skipped == 0
+        weights.append(parameters_of(engine))
+        forwards.append(len(calls))
+    assert forwards[1] == forwards[0] * 3 / 2  # scored, trained, and trained again
+    for name, value in weights[0].items():
+        torch.testing.assert_close(weights[1][name], value, atol=1e-5, rtol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("zero_stage", [0, 2])
+def test_an_update_that_is_not_finite_changes_nothing_and_is_counted(zero_stage: int) -> None:
+    engine = make_engine(algorithm(zero_stage=zero_stage))
+    groups = with_advantages(random_groups(6, seed=0))
+    engine.train_step(groups, 0)
+    before = parameters_of(engine)
+    poisoned = [TrainingGroup(g.prompt_ids, g.answers, (math.nan,) * len(g.answers)) for g in groups[:1]]
+    result = engine.train_step([*poisoned, *groups[1:]], 1)
+    assert (result.updates, result.skipped) == (0, 1)
+    after = parameters_of(engine)
+    assert all(torch.equal(after[name], before[name]) for name in before)
+    assert engine.train_step(groups, 2).updates == 1
+    assert all(torch.isfinite(value).all() for value in parameters_of(engine).values())
+
+
+@pytest.mark.parametrize("zero_stage", [0, 3])
+def test_a_step_without_any_gradient_leaves_the_policy_alone_and_still_measures_it(zero_stage: int) -> None:
+    engine = make_engine(algorithm(zero_stage=zero_stage))
+    groups = with_advantages(random_groups(3, seed=0))
+    engine.train_step(groups, 0)
+    before = parameters_of(engine)
+    flat = [TrainingGroup(g.prompt_ids, g.answers, (0.0,) * len(g.answers)) for g in groups]
+    result = engine.train_step(flat, 1)
+    assert (result.updates, result.skipped, result.metrics["trained_tokens"]) == (0, 0, 0)
+    (logprobs,) = engine.logprobs(flat[:1])
+    drift = logprobs - lay_out(flat[:1]).behaviour_logprobs
+    assert result.metrics["mismatch_kl"] == pytest.approx(float((drift.exp() - 1 - drift).mean()), rel=1e-4)
+    assert result.metrics["loss"] == 0
+    assert "mismatch_kl" not in engine.train_step([], 2).metrics
+    after = parameters_of(engine)
+    assert all(torch.equal(after[name], before[name]) for name in before)
+
+
+def test_learning_rate_warms_up_and_decays() -> None:
+    warm = algorithm(warmup_steps=4)
+    assert [lr_factor(warm, step, 10) for step in range(5)] == [0.25, 0.5, 0.75, 1.0, 1.0]
+    linear = algorithm(lr_schedule="linear")
+    assert [lr_factor(linear, step, 4) for step in range(4)] == [1.0, 0.75, 0.5, 0.25]
+    cosine = algorithm(lr_schedule="cosine", warmup_steps=1)
+    assert lr_factor(cosine, 1, 11) == 1.0
+    assert lr_factor(cosine, 6, 11) == pytest.approx(0.5)
+    assert 0 < lr_factor(cosine, 10, 11) < 0.1
+    engine = make_engine(algorithm(lr_schedule="linear"), steps=4)
+    assert engine.train_step(with_advantages(random_groups(2, seed=0)), 3).metrics["lr"] == pytest.approx(2.5e-3)
+
+
+TARGET = 7
+
+
+def sampled_groups(engine: Engine, generator: torch.Generator) -> list[Group]:
+    """Rollouts by hand: 8 groups of 4 answers of 4 tokens; the reward is the share of the target token."""
+    model = engine.deepspeed.module.model
+    prompts = torch.randint(0, 32, (8, 3), generator=generator).repeat_interleave(4, dim=0)
+    tokens, logprobs = prompts, []
+    with torch.no_grad():
+        for _ in range(4):
+            scores = model(tokens).logits[:, -1].log_softmax(-1)
+            new = torch.multinomial(scores.exp(), 1, generator=generator)
+            logprobs.append(scores.gather(1, new))
+            tokens = torch.cat([tokens, new], dim=1)
+    behaviour = torch.cat(logprobs, dim=1)
+    answers = []
+    for row in range(32):
+        answer = tokens[row, 3:].tolist()
+        segment = Segment(tuple(answer), tuple(behaviour[row].tolist()), 0, "replica-0")
+        answers.append(Trajectory((segment,), Outcome.SCORED, answer.count(TARGET) / 4))
+    return [Group(g, g, tuple(prompts[4 * g].tolist()), tuple(answers[4 * g : 4 * g + 4])) for g in range(8)]
+
+
+@pytest.mark.parametrize("permuted", [False, True])
+def test_learns_to_emit_the_target_unless_advantages_are_permuted(permuted: bool) -> None:
+    choices = algorithm(lr=6e-3, tokens_per_micro_batch=1024, gradient_clip=1.0)
+    engine = Engine(Policy(tiny_model(layers=3), 1.0), choices, 40, one_rank(), torch.float32)
+    generator = torch.Generator().manual_seed(0)
+    rewards = []
+    for step in range(40):
+        groups = sampled_groups(engine, generator)
+        rewards.append(sum(t.reward for g in groups for t in g.trajectories) / 32)
+        batch = with_advantages(groups)
+        engine.train_step(permute_advantages(batch, 0, step) if permuted else batch, step)
+    first, last = sum(rewards[:5]) / 5, sum(rewards[-5:]) / 5
+    assert first < 0.15
+    if permuted:
+        assert last < 0.3
+    else:
+        assert last > 0.8

@@ -1,0 +1,73 @@
+"""All ranks end together, however one of them ends."""
+
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tasks.machine.processes import end_sessions, group_alive
+from tasks.training import launch
+from tasks.training.launch import RankFailed, run_ranks
+
+
+def ranks(script: str, logs: list[Path]) -> None:
+    prelude = "import os, sys, time; rank = int(os.environ['RANK']); print(f'pid {os.getpid()}', flush=True); "
+    run_ranks([sys.executable, "-c", prelude + script], {"GREETING": "hello"}, logs)
+
+
+def pid_in(log: Path) -> int:
+    return int(log.read_text().split()[1])
+
+
+@pytest.fixture
+def logs(tmp_path: Path) -> list[Path]:
+    return [tmp_path / "logs" / f"rank-{rank}.log" for rank in range(2)]
+
+
+def test_ranks_can_meet(logs: list[Path]) -> None:
+    names = "['GREETING', 'RANK', 'LOCAL_RANK', 'WORLD_SIZE', 'MASTER_ADDR', 'MASTER_PORT']"
+    ranks(f"print(*(os.environ[name] for name in {names}))", logs)
+    first, second = (log.read_text().split()[2:] for log in logs)
+    assert first[:5] == ["hello", "0", "0", "2", "127.0.0.1"]
+    assert second[:5] == ["hello", "1", "1", "2", "127.0.0.1"]
+    assert first[5] == second[5]
+
+
+def test_a_failing_rank_ends_the_others(logs: list[Path]) -> None:
+    script = "time.sleep(0.5); sys.exit('rank 1 is out of luck') if rank == 1 else time.sleep(60)"
+    with pytest.raises(RankFailed, match=r"(?s)rank 1 of the trainer ended with status 1.*out of luck"):
+        ranks(script, logs)
+    assert not any(group_alive(pid_in(log)) for log in logs)
+
+
+def test_ranks_are_told_to_end_together(logs: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[list[int]] = []
+
+    def end(leaders: list[int]) -> None:
+        told.append(leaders)
+        end_sessions(leaders)
+
+    monkeypatch.setattr(launch, "end_sessions", end)
+    with pytest.raises(RankFailed, match="rank 1 of the trainer ended"):
+        ranks("time.sleep(60 * (1 - rank)); sys.exit(rank)", logs)
+    assert told == [[pid_in(log) for log in logs]]
+
+
+def test_a_rank_that_stays_behind_is_ended(logs: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "_LAST_RANKS_S", 0.5)
+    with pytest.raises(RankFailed, match=r"ranks \[1\] of the trainer were still there"):
+        ranks("time.sleep(60 * rank)", logs)
+    assert not group_alive(pid_in(logs[1]))
+
+
+def test_an_interrupted_launch_leaves_no_rank(logs: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(_: object) -> None:
+        while not all(log.exists() and log.read_text() for log in logs):
+            time.sleep(0.05)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(launch, "_wait_for_all", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        ranks("time.sleep(60)", logs)
+    assert not any(group_alive(pid_in(log)) for log in logs)

@@ -1,0 +1,125 @@
+"""The house rules that a machine can check; CONTRIBUTING.md says why they are."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from planners.errors import UserError
+from tasks.config.experiment import Experiment, load_experiment
+from tests.support.places import REPOSITORY
+
+ROOMS = ("planners", "tasks", "flows", "deployments")
+"""Each room may import from itself and from those before it."""
+HEAVY = ("prefect", "torch", "mlflow", "vllm", "deepspeed", "transformers")
+LONGEST_FILE = 500
+LONGEST_FUNCTION = 60
+
+SOURCES = sorted(path for room in ROOMS for path in (REPOSITORY / room).rglob("*.py"))
+EXPERIMENTS = sorted((REPOSITORY / "deployments" / "experiments").glob("*.yaml"))
+
+
+def imported_modules(source: str) -> set[str]:
+    """Every module that the source imports anywhere, inside functions and `if TYPE_CHECKING` too."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found.add(node.module)
+    return found
+
+
+def upward_imports(room: str, source: str) -> set[str]:
+    """Modules that the source imports from rooms that `room` may not know."""
+    above = ROOMS[ROOMS.index(room) + 1 :]
+    return {module for module in imported_modules(source) if module.split(".")[0] in above}
+
+
+def long_functions(source: str) -> Iterator[tuple[str, int]]:
+    """Functions above the limit with their lines."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            lines = (node.end_lineno or node.lineno) - node.lineno + 1
+            if lines > LONGEST_FUNCTION:
+                yield node.name, lines
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(REPOSITORY))
+
+
+def room_of(path: Path) -> str:
+    return path.relative_to(REPOSITORY).parts[0]
+
+
+def modules_of(room: str) -> list[str]:
+    return [name_of(path).removesuffix(".py").replace("/", ".") for path in SOURCES if room_of(path) == room]
+
+
+def test_the_checks_see_faults() -> None:
+    assert upward_imports("tasks", "def f():\n    from flows.rl import rl\n    import planners.plan") == {"flows.rl"}
+    assert upward_imports("planners", "import tasks.config.settings as s") == {"tasks.config.settings"}
+    assert upward_imports("deployments", "import flows, tasks, planners") == set()
+    body = "    pass\n"
+    assert list(long_functions("def f():\n" + body * LONGEST_FUNCTION)) == [("f", LONGEST_FUNCTION + 1)]
+    assert list(long_functions("def f():\n" + body * (LONGEST_FUNCTION - 1))) == []
+
+
+def test_imports_run_one_way() -> None:
+    faults = {name_of(path): upward_imports(room_of(path), path.read_text()) for path in SOURCES}
+    assert {name: modules for name, modules in faults.items() if modules} == {}
+
+
+def test_planners_know_no_runtime() -> None:
+    imports = {name_of(path): imported_modules(path.read_text()) for path in SOURCES if room_of(path) == "planners"}
+    assert {
+        name: sorted(found) for name, found in imports.items() if {m.split(".")[0] for m in found} & set(HEAVY)
+    } == {}
+
+
+@pytest.mark.parametrize(
+    ("modules", "forbidden"),
+    [
+        (modules_of("planners"), HEAVY),
+        (["tasks.config.experiment", "tasks.config.settings"], HEAVY),
+        (["deployments.cli.main"], ("torch", "mlflow", "vllm", "deepspeed", "transformers")),
+        (["deployments.doctor"], (*HEAVY, "pydantic", "psutil", "typer", "rich", "yaml")),
+    ],
+    ids=["planners", "experiment", "cli", "doctor"],
+)
+def test_import_stays_light(modules: list[str], forbidden: tuple[str, ...]) -> None:
+    """In a fresh interpreter: the command answers at once, and the doctor works where nothing is installed."""
+    code = (
+        "import importlib, sys\n"
+        f"for module in {modules!r}: importlib.import_module(module)\n"
+        f"print(*sorted(set({forbidden!r}) & set(sys.modules)))"
+    )
+    child = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
+    assert child.returncode == 0, child.stderr
+    assert child.stdout.split() == []
+
+
+@pytest.mark.parametrize("path", EXPERIMENTS, ids=name_of)
+def test_shipped_experiments_load(path: Path) -> None:
+    assert isinstance(load_experiment(path), Experiment)
+
+
+def test_laptop_experiment_is_the_default() -> None:
+    """An empty form in the Prefect UI is the laptop run, as tasks/config/experiment.py says."""
+    assert load_experiment(REPOSITORY / "deployments" / "experiments" / "laptop.yaml") == Experiment()
+
+
+def test_a_misspelt_key_of_a_shipped_experiment_is_named() -> None:
+    with pytest.raises(UserError, match=r"unknown key 'algorithm\.lrr' \(did you mean 'lr'\?\)"):
+        load_experiment(EXPERIMENTS[0], ["algorithm.lrr=1"])
+
+
+def test_files_and_functions_stay_short() -> None:
+    lengths = {name_of(path): len(path.read_text().splitlines()) for path in SOURCES}
+    assert {name: lines for name, lines in lengths.items() if lines > LONGEST_FILE} == {}
+    functions = {name_of(path): list(long_functions(path.read_text())) for path in SOURCES}
+    assert {name: found for name, found in functions.items() if found} == {}
