@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.learning import EXPERIMENT
-from tasks.config.experiment import Experiment, load_experiment
+from tasks.config.experiment import Experiment
+from tasks.config.files import load_experiment
 from tasks.config.settings import load_settings
 from tasks.data.prompts import PromptSource
 from tasks.exchange.trajectories import Group, Outcome, Segment, Trajectory

@@ -154,7 +154,7 @@ def train(experiment: ExperimentFile, overrides: Overrides = None) -> None:
 
     Exit status 0: completed; 1: failed, or lost from sight; 2: bad input, nothing was started; 130: cancelled.
     """
-    from tasks.config.experiment import load_experiment
+    from tasks.config.files import load_experiment
     from tasks.readiness import make_ready, require_free_devices, require_places
 
     resolved, settings = load_experiment(experiment, overrides), _settings()
@@ -170,7 +170,7 @@ def prepare(experiment: ExperimentFile, overrides: Overrides = None) -> None:
 
     A run can start at once then; quick when nothing changed.
     """
-    from tasks.config.experiment import load_experiment
+    from tasks.config.files import load_experiment
     from tasks.machine.discovery import discover_machine
     from tasks.readiness import make_ready, profile_machine
 
@@ -194,7 +194,7 @@ def resume(run: Annotated[str, typer.Argument(metavar="RUN", help="Run id, as `h
     Exit status as of `hexflow train`.
     """
     from flows.running.context import require_unsupervised
-    from tasks.config.experiment import read_resolved_experiment
+    from tasks.config.files import read_resolved_experiment
     from tasks.exchange.layout import RunDirectory
     from tasks.exchange.ledger import Ledger
     from tasks.readiness import require_free_devices, require_places
@@ -259,7 +259,7 @@ def plan(
     Without --cluster this machine is measured and planned for. With it the described machines are, by a cost model, to
     which the other options belong.
     """
-    from tasks.config.experiment import load_experiment
+    from tasks.config.files import load_experiment
     from tasks.data.prompts import check_task
 
     resolved, settings, console = load_experiment(experiment, overrides), _settings(), _console()

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from planners.errors import UserError
-from tasks.config.experiment import DataSection, Experiment
+from tasks.config.data import DataSection
+from tasks.config.experiment import Experiment
 
 Draw = Callable[[int], "Item"]
 """The question at an index of an endless sequence."""

@@ -22,7 +22,7 @@ from typing import Any, Literal
 import filelock
 
 from planners.errors import UserError
-from tasks.config.experiment import ModelSection
+from tasks.config.sections import ModelSection
 from tasks.config.settings import Settings
 from tasks.exchange.files import is_temporary, publish_directory, remove_directory, write_json
 from tasks.machine.memory import memory_bytes

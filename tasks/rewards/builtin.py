@@ -6,7 +6,8 @@ A scorer may raise, hang or return nonsense on hostile text: `tasks.rewards.pool
 import logging
 from collections.abc import Callable
 
-from tasks.config.experiment import DataSection, RewardSection
+from tasks.config.data import DataSection
+from tasks.config.rewards import RewardSection
 from tasks.data.prompts import Item, open_generator
 
 Scorer = Callable[[Item, str], float]

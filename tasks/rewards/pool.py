@@ -16,7 +16,8 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 
-from tasks.config.experiment import DataSection, RewardSection
+from tasks.config.data import DataSection
+from tasks.config.rewards import RewardSection
 from tasks.data.prompts import Item
 from tasks.exchange.trajectories import Outcome
 from tasks.machine.processes import group_alive

@@ -13,7 +13,8 @@ import signal
 import sys
 from typing import IO
 
-from tasks.config.experiment import DataSection, RewardSection
+from tasks.config.data import DataSection
+from tasks.config.rewards import RewardSection
 from tasks.data.prompts import Item
 from tasks.rewards.builtin import Scorer, open_scorer
 

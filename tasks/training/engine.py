@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from planners.errors import UserError
-from tasks.config.experiment import AlgorithmSection
+from tasks.config.training import AlgorithmSection
 from tasks.training.algorithms.losses import PEAK_NAMES, SUM_NAMES, LossSums, has_gradient, loss_metrics, policy_loss
 from tasks.training.packing import MicroBatch, TrainingGroup, hand_of
 from tasks.training.policy import Policy

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from tasks.config.experiment import AlgorithmSection
+from tasks.config.training import AlgorithmSection
 from tasks.exchange.trajectories import Group, Outcome, Segment, Trajectory
 from tasks.training.engine import Engine
 from tasks.training.policy import Policy

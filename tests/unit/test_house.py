@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from planners.errors import UserError
-from tasks.config.experiment import Experiment, load_experiment
+from tasks.config.experiment import Experiment
+from tasks.config.files import load_experiment
 from tests.support.places import REPOSITORY
 
 ROOMS = ("planners", "tasks", "flows", "deployments")
@@ -85,7 +86,7 @@ def test_planners_know_no_runtime() -> None:
     ("modules", "forbidden"),
     [
         (modules_of("planners"), HEAVY),
-        (["tasks.config.experiment", "tasks.config.settings"], HEAVY),
+        (["tasks.config.files", "tasks.config.settings"], HEAVY),
         (["deployments.cli.main"], ("torch", "mlflow", "vllm", "deepspeed", "transformers")),
         (["deployments.doctor"], (*HEAVY, "pydantic", "psutil", "typer", "rich", "yaml")),
     ],
@@ -109,7 +110,7 @@ def test_shipped_experiments_load(path: Path) -> None:
 
 
 def test_laptop_experiment_is_the_default() -> None:
-    """An empty form in the Prefect UI is the laptop run, as tasks/config/experiment.py says."""
+    """An empty form in the Prefect UI is the laptop run, as the experiment model says."""
     assert load_experiment(REPOSITORY / "deployments" / "experiments" / "laptop.yaml") == Experiment()
 
 

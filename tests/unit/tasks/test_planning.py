@@ -9,7 +9,8 @@ from planners.hardware.topology import read_cluster
 from planners.search.columns import Problem, TrainingWish, rollout_columns, training_columns
 from planners.workload.model import read_model
 from tasks import planning as cluster_planning
-from tasks.config.experiment import Experiment, load_experiment
+from tasks.config.experiment import Experiment
+from tasks.config.files import load_experiment
 from tasks.config.settings import Settings, load_settings
 from tasks.planning import demand_for, study_cluster
 from tests.support.places import DEPLOYMENTS

@@ -14,7 +14,8 @@ import pytest
 from planners.errors import UserError
 from planners.hardware.machine import Device, Machine
 from tasks import readiness
-from tasks.config.experiment import Experiment, load_experiment
+from tasks.config.experiment import Experiment
+from tasks.config.files import load_experiment
 from tasks.config.settings import Settings
 from tasks.exchange.layout import RunDirectory
 from tasks.machine.devices import hold_devices
@@ -149,7 +150,7 @@ def test_the_checks_do_without_torch(settings: Settings) -> None:
     """The command answers in seconds; importing torch would take as long again."""
     prepare_model(tiny().model, settings)
     code = (
-        "import sys\nfrom pathlib import Path\nfrom tasks.config.experiment import load_experiment\n"
+        "import sys\nfrom pathlib import Path\nfrom tasks.config.files import load_experiment\n"
         "from tasks.readiness import make_ready\nfrom tasks.config.settings import load_settings\n"
         f"make_ready(load_experiment(Path({str(TINY)!r})), load_settings())\nprint('torch' in sys.modules)"
     )

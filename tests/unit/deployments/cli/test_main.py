@@ -26,7 +26,7 @@ from deployments.prefect.versions import WIRE_SCHEMA
 from planners.errors import UserError
 from planners.hardware.machine import Device, Machine
 from tasks import readiness
-from tasks.config.experiment import load_experiment
+from tasks.config.files import load_experiment
 from tasks.config.settings import Settings
 from tasks.exchange.layout import RunDirectory
 from tasks.exchange.ledger import Ledger

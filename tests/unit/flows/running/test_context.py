@@ -7,7 +7,8 @@ import pytest
 from flows.running.context import open_run, require_unsupervised
 from planners.errors import UserError
 from tasks import readiness
-from tasks.config.experiment import Experiment, parse_experiment
+from tasks.config.experiment import Experiment
+from tasks.config.files import parse_experiment
 from tasks.config.settings import Settings
 from tasks.exchange.files import write_json
 from tasks.exchange.ledger import Fenced, Ledger

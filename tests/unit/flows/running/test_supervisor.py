@@ -28,7 +28,8 @@ from flows.running.launcher import PrefectLauncher
 from flows.running.supervisor import RunFailed, Supervisor
 from flows.train import train
 from planners.plan.actors import Placement, Placements
-from tasks.config.experiment import Experiment, parse_experiment
+from tasks.config.experiment import Experiment
+from tasks.config.files import parse_experiment
 from tasks.config.settings import Settings
 from tasks.exchange.layout import RunDirectory
 from tasks.exchange.ledger import Actor, Ledger

@@ -22,7 +22,7 @@ from planners.workload.demand import Demand, demand_of
 from planners.workload.lengths import LogNormal, constant
 from planners.workload.model import model_from_config, read_model
 from planners.workload.step import Workload
-from tasks.config.experiment import load_experiment
+from tasks.config.files import load_experiment
 from tasks.planning import ClusterStudy, demand_for
 from tests.support.places import DEPLOYMENTS
 from tests.support.plan import cluster_of

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from planners.errors import UserError
-from tasks.config.experiment import Experiment, load_experiment, read_resolved_experiment
+from tasks.config.experiment import Experiment
+from tasks.config.files import load_experiment, read_resolved_experiment
 from tests.support.places import EXPERIMENTS
 
 TINY = EXPERIMENTS / "tiny.yaml"

@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from planners.errors import UserError
-from tasks.config.experiment import Experiment, parse_experiment
+from tasks.config.experiment import Experiment
+from tasks.config.files import parse_experiment
 from tasks.data.prompts import Item, PromptSource, generator_names, open_generator
 from tests.support.places import REPOSITORY
 
@@ -214,7 +215,7 @@ def test_an_item_survives_the_way_to_its_scorer(question: str, answer: str, meta
 def test_the_generators_are_known_without_importing_them() -> None:
     """Importing all of them takes ten seconds, too long to be told of a misspelt name."""
     code = (
-        "import sys\nfrom planners.errors import UserError\nfrom tasks.config.experiment import DataSection\n"
+        "import sys\nfrom planners.errors import UserError\nfrom tasks.config.data import DataSection\n"
         "from tasks.data.prompts import open_generator\n"
         "try: open_generator(DataSection(task='chain_sums'), 0)\n"
         "except UserError as error: print(error, 'reasoning_gym' in sys.modules)"

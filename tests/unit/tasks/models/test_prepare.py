@@ -14,7 +14,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from planners.errors import UserError
-from tasks.config.experiment import ModelSection
+from tasks.config.sections import ModelSection
 from tasks.config.settings import Settings
 from tasks.models import prepare as models
 from tasks.models.prepare import ShippedModel, prepare_model
@@ -265,7 +265,7 @@ def test_making_a_model_leaves_the_terminal_clean(private: Settings) -> None:
     """In a process of its own: what is imported once warns once."""
     code = (
         "from tasks.models.prepare import prepare_model\nfrom tasks.config.settings import load_settings\n"
-        "from tasks.config.experiment import ModelSection\n"
+        "from tasks.config.sections import ModelSection\n"
         "prepare_model(ModelSection(source='tiny-random'), load_settings())"
     )
     done = subprocess.run(

@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from tasks.config.experiment import DataSection, RewardSection
+from tasks.config.data import DataSection
+from tasks.config.rewards import RewardSection
 from tasks.data.prompts import Item, open_generator
 from tasks.exchange.trajectories import Outcome
 from tasks.machine.processes import group_alive
@@ -336,7 +337,8 @@ bytearray(MEMORY_BYTES)
 
 PARENT = """
 import asyncio, json, sys
-from tasks.config.experiment import DataSection, RewardSection
+from tasks.config.data import DataSection
+from tasks.config.rewards import RewardSection
 from tasks.data.prompts import Item
 from tasks.rewards.pool import ScoringPool
 

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from planners.errors import UserError
-from tasks.config.experiment import Experiment, parse_experiment
+from tasks.config.experiment import Experiment
+from tasks.config.files import parse_experiment
 from tasks.data.prompts import Item
 from tasks.exchange.layout import RunDirectory
 from tasks.exchange.ledger import Actor, Ledger

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from planners.errors import UserError
-from tasks.config.experiment import AlgorithmSection
+from tasks.config.training import AlgorithmSection
 from tasks.exchange.files import is_temporary, target_of, temporary_sibling
 from tasks.exchange.layout import RunDirectory
 from tasks.training.algorithms.losses import with_advantages

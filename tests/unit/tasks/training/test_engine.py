@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tasks.config.experiment import AlgorithmSection
+from tasks.config.training import AlgorithmSection
 from tasks.exchange.trajectories import Group, Outcome, Segment, Trajectory
 from tasks.training.algorithms.losses import permute_advantages, policy_loss, with_advantages
 from tasks.training.engine import Engine, lr_factor

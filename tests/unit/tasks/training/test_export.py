@@ -8,7 +8,7 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM
 
 from planners.errors import UserError
-from tasks.config.experiment import AlgorithmSection
+from tasks.config.training import AlgorithmSection
 from tasks.exchange.layout import RunDirectory
 from tasks.exchange.weights import publish_weights, verify_weights
 from tasks.training import export

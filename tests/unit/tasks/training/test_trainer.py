@@ -17,8 +17,10 @@ from safetensors.torch import load_file
 from planners.errors import UserError
 from planners.plan.actors import Placement
 from planners.workload.step import Workload
-from tasks.config.experiment import AlgorithmSection, Experiment, RunSection
+from tasks.config.experiment import Experiment
+from tasks.config.sections import RunSection
 from tasks.config.settings import Settings
+from tasks.config.training import AlgorithmSection
 from tasks.exchange.files import write_json
 from tasks.exchange.layout import RunDirectory
 from tasks.exchange.ledger import Fenced, Ledger

@@ -1,0 +1,100 @@
+"""What decides a run besides its data, its rewards and its training: one section each of the experiment."""
+
+from typing import Literal
+
+from pydantic import Field, field_validator
+
+from planners.sections import NAME_PATTERN, Section
+
+LONGEST_S = 604_800
+"""A week."""
+LARGEST_SEED = 2**31 - 1
+"""numpy, and so vLLM, takes less than 2³², to which a replica's slot and attempt are still added."""
+_RESERVED_TAGS = ("mlflow.", "hexflow.")
+
+
+class ModelSection(Section):
+    """Which language model is trained."""
+
+    source: str = Field(
+        default="smollm2-135m-instruct",
+        description="`smollm2-135m-instruct` (shipped in a Python package), `tiny-random` (1 M parameters, byte "
+        "tokenizer), or a directory in Hugging Face layout with safetensors weights and a tokenizer (in the form, an "
+        "absolute path).",
+    )
+    dtype: Literal["float32", "bfloat16"] = Field(default="float32", description="float32 on CPUs, bfloat16 on GPUs.")
+    max_context: int = Field(default=512, ge=16, description="Longest prompt plus answer the engine serves, in tokens.")
+
+
+class PromptSection(Section):
+    """How a question becomes the text the model continues."""
+
+    template: str = Field(
+        default="<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n",
+        description="Text with the placeholder {question}.",
+    )
+    prefill: str = Field(default="Answer:", description="Start of the answer, given to the model.")
+    stop: str = Field(default="<|im_end|>", description="Token that ends an answer; it is trained on.")
+
+
+class ClusterSection(Section):
+    """Which devices the run may use."""
+
+    device_types: list[str] | None = Field(
+        default=None, min_length=1, description="Device types to use; empty: all that are found."
+    )
+
+
+class PlannerSection(Section):
+    """Choices that a person may take away from the planner."""
+
+    train_type: str | None = Field(default=None, description="Device type that trains; empty: the planner chooses.")
+    train_devices: int | None = Field(default=None, ge=1, description="Devices that train; empty: planner chooses.")
+
+
+class StorageSection(Section):
+    """What is kept on shared storage."""
+
+    keep_versions: int = Field(default=2, ge=1, description="Newest weight versions kept besides claimed ones.")
+    keep_checkpoints: int = Field(default=2, ge=1, description="Newest checkpoints kept.")
+    keep_steps: int = Field(default=100, ge=1, description="Steps for which consumed trajectories are kept.")
+
+
+class TrackingSection(Section):
+    """Where the run appears in MLflow."""
+
+    experiment: str = Field(default="hexflow", description="MLflow experiment name: one per study.")
+    tags: dict[str, str] = Field(default={}, description="Tags of the MLflow run and the Prefect flow run.")
+
+    @field_validator("tags")
+    @classmethod
+    def _names_are_free(cls, tags: dict[str, str]) -> dict[str, str]:
+        for name in tags:
+            if name.startswith(_RESERVED_TAGS):
+                raise ValueError(f"the tag {name} has a reserved name, {' and '.join(_RESERVED_TAGS)} start those")
+        return tags
+
+
+class RunSection(Section):
+    """Length, seeds and patience of the run."""
+
+    name: str = Field(default="laptop", pattern=NAME_PATTERN, description="Start of the run's id.")
+    steps: int = Field(default=40, ge=1, le=1_000_000, description="Training steps.")
+    seed: int = Field(default=0, ge=0, le=LARGEST_SEED, description="Seed of data order, sampling and training.")
+    checkpoint_every: int = Field(
+        default=20, ge=1, description="Steps between checkpoints; the last step always has one."
+    )
+    evaluation_samples: int = Field(default=2, ge=1, le=1000, description="Sampled answers per held-out question.")
+    restarts: int = Field(default=3, ge=0, description="Restarts of dead replicas and trainers allowed in all.")
+    heartbeat_deadline_s: float = Field(
+        default=60.0,
+        ge=5,
+        le=LONGEST_S,
+        description="Seconds of silence after which an actor is dead; it beats every 2 s.",
+    )
+    start_deadline_s: float = Field(
+        default=600.0, gt=0, le=LONGEST_S, description="Longest start of a replica or trainer, in seconds."
+    )
+    step_deadline_s: float = Field(
+        default=1800.0, gt=0, le=LONGEST_S, description="Longest time without a finished step, in seconds."
+    )
