@@ -32,6 +32,7 @@ ABANDONED = "abandoned"
 ABORTED = "aborted"
 LEASE_LOST = "lease_lost"
 STALE = "stale"
+QUARANTINED = "quarantined"
 NOT_THE_PROMPTS_FAULT = frozenset({ABANDONED, ABORTED, LEASE_LOST, STALE})
 """Reasons that do not count towards a prompt's quarantine: long answers are lost more often, and must not be biased."""
 
@@ -75,6 +76,36 @@ class Groups(Database):
             facts = {"lineage": run.lineage, "state": "leased", "version": version, "leased_s": now_s()}
             connection.execute(insert(groups).values(**keys, **holder, **facts))
         return lease
+
+    def name_question(self, actor: Actor, group_id: int, key: str) -> bool:
+        """Say which question the prompt of a leased group is, before it is answered. Safe to repeat.
+
+        Args:
+            actor: the replica that leased the group.
+            group_id: the group.
+            key: the question's stable key from its source, the same at every prompt index that asks it.
+
+        Returns:
+            False if the group is not to be answered: that question is quarantined, and so is this prompt now, or the
+            group was dropped meanwhile.
+
+        Raises:
+            Fenced: this attempt is no longer current.
+            ValueError: the group was never leased to this attempt.
+        """
+        with self.write(actor.run_id) as connection:
+            require_active(connection, actor)
+            if (state := _state_for(connection, actor, group_id)) != "leased":
+                return state != "dropped"
+            same = and_(prompts.c.run_id == actor.run_id, prompts.c.question_key == key)
+            bad = connection.scalar(select(prompts.c.state).where(same, prompts.c.state == QUARANTINED).limit(1))
+            index = select(groups.c.prompt_index).where(*_is(actor.run_id, group_id)).scalar_subquery()
+            this = and_(prompts.c.run_id == actor.run_id, prompts.c.prompt_index == index)
+            connection.execute(update(prompts).where(this).values(question_key=key))
+            if bad is not None:
+                drop_groups(connection, actor.run_id, groups.c.group_id == group_id, QUARANTINED)
+                connection.execute(update(prompts).where(this).values(state=QUARANTINED))
+        return bad is None
 
     def complete_group(
         self,

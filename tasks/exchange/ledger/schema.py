@@ -21,7 +21,7 @@ from sqlalchemy import (
     Text,
 )
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 """Raise it with every change of a table, of what a column holds, and of the run directories that go with the rows: a
 ledger with another version is refused."""
 
@@ -127,8 +127,10 @@ prompts = Table(
     Column("prompt_index", Integer, primary_key=True),
     Column("state", String, nullable=False),
     Column("failed_attempts", Integer, nullable=False),
+    Column("question_key", String),
     CheckConstraint("state IN ('waiting', 'held', 'quarantined')", name="prompt_state"),
     Index("prompts_by_state", "run_id", "state", "prompt_index"),
+    Index("prompts_by_question", "run_id", "question_key", "state"),
 )
 
 groups = Table(

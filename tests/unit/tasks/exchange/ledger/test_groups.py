@@ -4,7 +4,7 @@ import pytest
 from sqlalchemy import insert, update
 from sqlalchemy.exc import IntegrityError
 
-from tasks.exchange.ledger import Actor, Ledger
+from tasks.exchange.ledger import Actor, Fenced, Ledger
 from tasks.exchange.ledger.schema import groups
 from tests.support.ledger import ETA, RUN, B, lease, load, score, states, take
 
@@ -51,6 +51,29 @@ def test_a_dropped_prompt_is_leased_again_before_new_ones(ledger: Ledger, traine
     again = [lease(ledger, replica) for _ in range(3)]
     assert [leased.prompt_index for leased in again] == [0, 1, 2]
     assert len({leased.group_id for leased in [first, second, *again]}) == 5
+
+
+def test_a_quarantined_question_is_skipped_at_every_index(ledger: Ledger, trainer: Actor, replica: Actor) -> None:
+    for _ in range(2):
+        failing = lease(ledger, replica)
+        assert ledger.name_question(replica, failing.group_id, "sums:1")
+        ledger.drop_group(replica, failing.group_id, "too_few_scored")
+    again, other = lease(ledger, replica), lease(ledger, replica)
+    assert [ledger.name_question(replica, again.group_id, "sums:1") for _ in range(2)] == [False, False]
+    assert [ledger.name_question(replica, other.group_id, "sums:2") for _ in range(2)] == [True, True]
+    assert ledger.progress(RUN).dropped == {"too_few_scored": 2, "quarantined": 1}
+    assert ledger.progress(RUN).quarantined_prompts == 2
+    assert lease(ledger, replica).prompt_index == 3  # its place is given out again, to another prompt
+
+
+def test_only_the_holder_of_a_lease_names_its_question(ledger: Ledger, trainer: Actor, replica: Actor) -> None:
+    leased = lease(ledger, replica)
+    other = ledger.register(RUN, "replica", 1, pid=3, machine="here")
+    with pytest.raises(ValueError, match="was never leased to replica 1"):
+        ledger.name_question(other, leased.group_id, "sums:1")
+    ledger.fence(RUN, "replica", 0)
+    with pytest.raises(Fenced):
+        ledger.name_question(replica, leased.group_id, "sums:1")
 
 
 def test_a_prompt_that_keeps_failing_is_quarantined(ledger: Ledger, trainer: Actor, replica: Actor) -> None:
