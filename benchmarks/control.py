@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import ArrayLike
 from torch import Tensor
 
 from benchmarks.learning import EXPERIMENT
@@ -44,10 +45,11 @@ class Gradients:
         self._parameters = [p for p in self.model.parameters() if p.requires_grad]
         self._signs = [torch.randint(0, 2, (p.numel(),), dtype=torch.int8) * 2 - 1 for p in self._parameters]
 
-    def of(self, prompt_ids: Sequence[int], answer_ids: Sequence[int]) -> tuple[float, Tensor]:
+    def of(self, prompt_ids: ArrayLike, answer_ids: ArrayLike) -> tuple[float, Tensor]:
         """Log-probability of the answer, and its gradient as a sketch [SKETCH]."""
-        logits = self.model(input_ids=torch.tensor([[*prompt_ids, *answer_ids]])).logits[0, len(prompt_ids) - 1 : -1]
-        logprobs = logits.float().log_softmax(-1).gather(1, torch.tensor(answer_ids)[:, None])
+        prompt, answer = (torch.as_tensor(np.array(ids, np.int64)) for ids in (prompt_ids, answer_ids))
+        logits = self.model(input_ids=torch.cat([prompt, answer])[None]).logits[0, len(prompt) - 1 : -1]
+        logprobs = logits.float().log_softmax(-1).gather(1, answer[:, None])
         logprobs.sum().backward()
         sketch = torch.zeros(SKETCH)
         for parameter, signs in zip(self._parameters, self._signs, strict=True):

@@ -2,24 +2,35 @@
 
 A token's log-probability and version are what the engine that sampled it said. A group holds the answers to one
 prompt and is one payload file; a payload is immutable once it has its name.
+
+Tokens are arrays from the engine to the trainer, and are not copied on the way where it can be helped: the segments of
+a loaded group are views of what was read. Arrays are read-only. What holds arrays is compared by value and not hashed.
 """
 
 import json
 import math
 import struct
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from numpy.typing import ArrayLike, NDArray
 from safetensors.numpy import load, save
 
 from tasks.exchange.files import read_when_there, write_atomic
 from tasks.exchange.layout import RunDirectory, group_of
 
 MIN_SCORED = 2  # with a single reward a group has no spread to normalise by
-_FORMAT = "hexflow-group-1"
+_FORMAT = "hexflow-group-2"
+
+TokenIds = NDArray[np.int32]
+Logprobs = NDArray[np.float32]
+_NO_TOKENS: TokenIds = np.zeros(0, np.int32)
+_NO_LOGPROBS: Logprobs = np.zeros(0, np.float32)
 
 
 class Outcome(StrEnum):
@@ -35,23 +46,43 @@ _OUTCOMES = list(Outcome)
 _MASKED = (Outcome.TIMEOUT, Outcome.ERROR)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, init=False, eq=False)
 class Segment:
     """Tokens that one replica produced under one policy version.
 
-    `logprobs` are natural logarithms of the sampling probabilities, one per token, in float32. `trainable` is False
-    for tokens that the policy did not choose.
+    `logprobs` are natural logarithms of the sampling probabilities, one per token. `trainable` is False for tokens that
+    the policy did not choose.
     """
 
-    token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
+    token_ids: TokenIds
+    logprobs: Logprobs
     version: int
     replica: str
     trainable: bool = True
 
-    def __post_init__(self) -> None:
+    def __init__(
+        self, token_ids: ArrayLike, logprobs: ArrayLike, version: int, replica: str, trainable: bool = True
+    ) -> None:
+        """Keeps views of the arrays given if they are of the types kept, else copies.
+
+        Raises:
+            ValueError: there is not one log-probability per token.
+        """
+        object.__setattr__(self, "token_ids", _read_only(token_ids, np.int32))
+        object.__setattr__(self, "logprobs", _read_only(logprobs, np.float32))
+        object.__setattr__(self, "version", version)
+        object.__setattr__(self, "replica", replica)
+        object.__setattr__(self, "trainable", trainable)
         if len(self.token_ids) != len(self.logprobs):
             raise ValueError(f"a segment has {len(self.token_ids)} tokens but {len(self.logprobs)} log-probabilities")
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, Segment)
+            and (self.version, self.replica, self.trainable) == (other.version, other.replica, other.trainable)
+            and np.array_equal(self.token_ids, other.token_ids)
+            and np.array_equal(self.logprobs, other.logprobs)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,9 +100,14 @@ class Trajectory:
             raise ValueError(f"an answer with outcome {self.outcome} needs a finite reward, not {self.reward}")
 
     @property
-    def token_ids(self) -> tuple[int, ...]:
+    def token_ids(self) -> TokenIds:
         """All tokens of the answer in order, trainable or not."""
-        return tuple(token for segment in self.segments for token in segment.token_ids)
+        return joined_token_ids(self.segments)
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens the answer has, trainable or not."""
+        return sum(len(segment.token_ids) for segment in self.segments)
 
     @property
     def masked(self) -> bool:
@@ -81,17 +117,33 @@ class Trajectory:
     @property
     def oldest_version(self) -> int:
         """Policy version of the oldest trainable token. Raises ValueError where there is none."""
-        return min(segment.version for segment in self.segments if segment.trainable and segment.token_ids)
+        return min(segment.version for segment in self.segments if segment.trainable and len(segment.token_ids))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, init=False, eq=False)
 class Group:
     """The answers to one prompt: the unit of lease, staleness, consumption and drop."""
 
     group_id: int
     prompt_index: int
-    prompt_ids: tuple[int, ...]
+    prompt_ids: TokenIds
     trajectories: tuple[Trajectory, ...]
+
+    def __init__(
+        self, group_id: int, prompt_index: int, prompt_ids: ArrayLike, trajectories: tuple[Trajectory, ...]
+    ) -> None:
+        object.__setattr__(self, "group_id", group_id)
+        object.__setattr__(self, "prompt_index", prompt_index)
+        object.__setattr__(self, "prompt_ids", _read_only(prompt_ids, np.int32))
+        object.__setattr__(self, "trajectories", trajectories)
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, Group)
+            and (self.group_id, self.prompt_index) == (other.group_id, other.prompt_index)
+            and self.trajectories == other.trajectories
+            and np.array_equal(self.prompt_ids, other.prompt_ids)
+        )
 
     @property
     def trained(self) -> tuple[Trajectory, ...]:
@@ -114,23 +166,33 @@ class Group:
         return max(segment.version for trajectory in self.trained for segment in trajectory.segments)
 
 
+def joined_token_ids(segments: Sequence[Segment]) -> TokenIds:
+    """The tokens of segments in order, one array."""
+    if len(segments) == 1:
+        return segments[0].token_ids
+    return np.concatenate([_NO_TOKENS, *(segment.token_ids for segment in segments)])
+
+
 def save_group(path: Path, group: Group) -> None:
     """Write one group as one safetensors payload, atomically.
 
-    Tensors: prompt_ids [P], token_ids and logprobs [T] over all segments of all answers in order; segment_* [S];
-    trajectory_* [G]. Names of replicas and the keys of the group are in the file's metadata.
+    Tensors: prompt_ids [P]; token_ids and logprobs [T] over all S segments of all G answers in order; segment_start
+    [S + 1], where each segment's tokens begin and the last one's end; segment_version, segment_replica and
+    segment_trainable [S]; trajectory_start [G + 1], the number of each answer's first segment, and S;
+    trajectory_outcome and trajectory_reward [G]. Names of replicas and the keys of the group are in the file's
+    metadata. Readers pass over tensors that they do not know.
     """
     segments = [segment for trajectory in group.trajectories for segment in trajectory.segments]
     replicas = sorted({segment.replica for segment in segments})
     tensors = {
-        "prompt_ids": _integers(group.prompt_ids),
-        "token_ids": _integers(token for segment in segments for token in segment.token_ids),
-        "logprobs": np.array([value for segment in segments for value in segment.logprobs], dtype=np.float32),
-        "segment_tokens": _integers(len(segment.token_ids) for segment in segments),
+        "prompt_ids": group.prompt_ids,
+        "token_ids": joined_token_ids(segments),
+        "logprobs": np.concatenate([_NO_LOGPROBS, *(segment.logprobs for segment in segments)]),
+        "segment_start": _offsets(len(segment.token_ids) for segment in segments),
         "segment_version": _integers(segment.version for segment in segments),
         "segment_replica": _integers(replicas.index(segment.replica) for segment in segments),
         "segment_trainable": _integers(segment.trainable for segment in segments),
-        "trajectory_segments": _integers(len(trajectory.segments) for trajectory in group.trajectories),
+        "trajectory_start": _offsets(len(trajectory.segments) for trajectory in group.trajectories),
         "trajectory_outcome": _integers(_OUTCOMES.index(trajectory.outcome) for trajectory in group.trajectories),
         "trajectory_reward": np.array([trajectory.reward for trajectory in group.trajectories], dtype=np.float64),
     }
@@ -140,7 +202,7 @@ def save_group(path: Path, group: Group) -> None:
         "prompt_index": str(group.prompt_index),
         "replicas": json.dumps(replicas),
     }
-    write_atomic(path, save(tensors, metadata))
+    write_atomic(path, save({name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}, metadata))
 
 
 def load_group(path: Path, deadline_s: float = 30.0) -> Group:
@@ -155,34 +217,30 @@ def load_group(path: Path, deadline_s: float = 30.0) -> Group:
     metadata = json.loads(data[8 : 8 + header_bytes])["__metadata__"]
     if metadata["format"] != _FORMAT:
         raise ValueError(f"{path} has the format {metadata['format']}, not {_FORMAT}")
-    columns = {name: tensor.tolist() for name, tensor in load(data).items()}
+    tensors = load(data)
     replicas = json.loads(metadata["replicas"])
-    segments = []
-    start = 0
-    for tokens, version, replica, trainable in zip(
-        columns["segment_tokens"],
-        columns["segment_version"],
-        columns["segment_replica"],
-        columns["segment_trainable"],
-        strict=True,
-    ):
-        end = start + tokens
-        token_ids, logprobs = columns["token_ids"][start:end], columns["logprobs"][start:end]
-        segments.append(Segment(tuple(token_ids), tuple(logprobs), version, replicas[replica], bool(trainable)))
-        start = end
-    trajectories = []
-    first = 0
-    for count, outcome, reward in zip(
-        columns["trajectory_segments"], columns["trajectory_outcome"], columns["trajectory_reward"], strict=True
-    ):
-        trajectories.append(Trajectory(tuple(segments[first : first + count]), _OUTCOMES[outcome], reward))
-        first += count
-    return Group(
-        group_id=int(metadata["group_id"]),
-        prompt_index=int(metadata["prompt_index"]),
-        prompt_ids=tuple(columns["prompt_ids"]),
-        trajectories=tuple(trajectories),
+    token_ids, logprobs = tensors.pop("token_ids"), tensors.pop("logprobs")
+    columns = {name: tensor.tolist() for name, tensor in tensors.items() if name != "prompt_ids"}
+    segments = [
+        Segment(token_ids[start:end], logprobs[start:end], version, replicas[replica], bool(trainable))
+        for (start, end), version, replica, trainable in zip(
+            pairwise(columns["segment_start"]),
+            columns["segment_version"],
+            columns["segment_replica"],
+            columns["segment_trainable"],
+            strict=True,
+        )
+    ]
+    trajectories = tuple(
+        Trajectory(tuple(segments[first:end]), _OUTCOMES[outcome], reward)
+        for (first, end), outcome, reward in zip(
+            pairwise(columns["trajectory_start"]),
+            columns["trajectory_outcome"],
+            columns["trajectory_reward"],
+            strict=True,
+        )
     )
+    return Group(int(metadata["group_id"]), int(metadata["prompt_index"]), tensors["prompt_ids"], trajectories)
 
 
 def delete_payloads(run: RunDirectory, disposable: Collection[int]) -> list[int]:
@@ -194,5 +252,18 @@ def delete_payloads(run: RunDirectory, disposable: Collection[int]) -> list[int]
     return doomed
 
 
-def _integers(values: Iterable[int]) -> np.ndarray:
-    return np.array(list(values), dtype=np.int32)
+def _integers(values: Iterable[int]) -> NDArray[np.int32]:
+    return np.fromiter(values, dtype=np.int32)
+
+
+def _offsets(sizes: Iterable[int]) -> NDArray[np.int64]:
+    return np.concatenate([[0], np.cumsum(np.fromiter(sizes, dtype=np.int64))])
+
+
+def _read_only(values: ArrayLike, dtype: type[np.generic]) -> NDArray[Any]:
+    """The values as an array that nobody may write through."""
+    array = np.asarray(values, dtype=dtype)
+    if array.flags.writeable:
+        array = array.view()
+        array.flags.writeable = False
+    return array

@@ -54,7 +54,7 @@ async def measure_generation(
         started = time.perf_counter()
         answers = await _generate(engine, batch, groups, workload.group_size, sampling)
         elapsed_s = time.perf_counter() - started
-        generated = sum(len(answer.token_ids) for answer in answers)
+        generated = sum(answer.tokens for answer in answers)
         rates[level] = generated / elapsed_s
         tokens = generated / level
     started = time.perf_counter()

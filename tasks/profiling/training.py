@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from planners.costs.memory import recomputes
@@ -72,10 +73,11 @@ def made_up_groups(prompts: Sequence[Sequence[int]], workload: Workload, answer_
     groups = []
     for prompt in prompts[:most]:
         # The prompt's own tokens are answers as good as any: only their number costs time.
-        tokens = tuple(prompt[position % len(prompt)] for position in range(answer_tokens))
-        answer = Trajectory((Segment(tokens, (-1.0,) * answer_tokens, 0, "profile"),), Outcome.SCORED, 0.0)
+        prompt_ids = np.array(prompt, np.int32)
+        tokens = np.resize(prompt_ids, answer_tokens)
+        answer = Trajectory((Segment(tokens, np.full(answer_tokens, -1.0), 0, "profile"),), Outcome.SCORED, 0.0)
         advantages = tuple(1.0 if number % 2 else -1.0 for number in range(workload.group_size))
-        groups.append(TrainingGroup(tuple(prompt), (answer,) * workload.group_size, advantages))
+        groups.append(TrainingGroup(prompt_ids, (answer,) * workload.group_size, advantages))
     return groups
 
 

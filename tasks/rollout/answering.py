@@ -65,4 +65,4 @@ class Answerer:
     def _text(self, answer: Answer) -> str:
         """The answer as text, without the stop token that ended it."""
         token_ids = answer.token_ids[:-1] if answer.finish_reason == "stop" else answer.token_ids
-        return self.decoder.decode(token_ids, skip_special_tokens=True)
+        return self.decoder.decode(token_ids.tolist(), skip_special_tokens=True)

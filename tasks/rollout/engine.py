@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
 
-from tasks.exchange.trajectories import Segment
+from tasks.exchange.trajectories import Segment, TokenIds, joined_token_ids
 
 InFlight = Literal["continue", "restart", "drain"]
 """Answers in flight when weights change: go on under the new weights with versions kept per token, start again from
@@ -45,9 +45,14 @@ class Answer:
     finish_reason: FinishReason
 
     @property
-    def token_ids(self) -> tuple[int, ...]:
+    def token_ids(self) -> TokenIds:
         """All answer tokens in order."""
-        return tuple(token for segment in self.segments for token in segment.token_ids)
+        return joined_token_ids(self.segments)
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens the answer has."""
+        return sum(len(segment.token_ids) for segment in self.segments)
 
 
 class Engine(Protocol):

@@ -8,6 +8,7 @@ out again.
 import asyncio
 import logging
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 
@@ -126,15 +127,13 @@ class Replica:
             trajectories = await self._p.answerer.answer_group(
                 _name(lease.group_id), item, prompt_ids, self._workload.group_size
             )
-            await asyncio.to_thread(self._hand_over, lease, tuple(prompt_ids), trajectories)
+            await asyncio.to_thread(self._hand_over, lease, prompt_ids, trajectories)
         del self._in_flight[lease.group_id]
         if not self._in_flight:
             self._mark_idle()
         self._changed.set()
 
-    def _hand_over(
-        self, lease: Lease, prompt_ids: tuple[int, ...], trajectories: tuple[Trajectory, ...] | None
-    ) -> None:
+    def _hand_over(self, lease: Lease, prompt_ids: Sequence[int], trajectories: tuple[Trajectory, ...] | None) -> None:
         ledger, actor = self._p.ledger, self._p.actor
         if trajectories is None:
             ledger.drop_group(actor, lease.group_id, "aborted")
@@ -145,7 +144,7 @@ class Replica:
             return
         save_group(self._p.run.group_path(lease.group_id), group)
         outcomes = [trajectory.outcome.value for trajectory in trajectories]
-        tokens = sum(len(trajectory.token_ids) for trajectory in trajectories)
+        tokens = sum(trajectory.tokens for trajectory in trajectories)
         ledger.complete_group(
             actor,
             lease.group_id,

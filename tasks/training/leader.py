@@ -168,7 +168,7 @@ def batch_metrics(rows: Sequence[GroupRow], groups: Sequence[Group], step: int) 
     rewards = [answer.reward for answer in trained]
     mean = math.fsum(rewards) / len(rewards)
     staleness = [step - answer.oldest_version for answer in trained]
-    tokens = [len(answer.token_ids) for answer in answers]
+    tokens = [answer.tokens for answer in answers]
     return {
         "reward/mean": mean,
         "reward/std": math.sqrt(math.fsum((reward - mean) ** 2 for reward in rewards) / len(rewards)),

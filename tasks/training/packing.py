@@ -13,19 +13,23 @@ An answer's last token predicts nothing, so it is a target and never an input.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from tasks.exchange.trajectories import Trajectory
+from tasks.exchange.trajectories import TokenIds, Trajectory
+
+Index = NDArray[np.int64]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class TrainingGroup:
     """A prompt with the answers that count (the unmasked ones) and one advantage for each."""
 
-    prompt_ids: tuple[int, ...]
+    prompt_ids: TokenIds
     answers: tuple[Trajectory, ...]
     advantages: tuple[float, ...]
 
@@ -42,7 +46,7 @@ class TrainingGroup:
     @property
     def answer_sizes(self) -> list[int]:
         """Tokens that each answer adds to a packed sequence."""
-        return [len(answer.token_ids) - 1 for answer in self.answers]
+        return [answer.tokens - 1 for answer in self.answers]
 
     def part(self, numbers: Iterable[int]) -> "TrainingGroup":
         """The prompt with some of the answers, by their numbers; in the group's order."""
@@ -199,47 +203,44 @@ def empty_micro_batch() -> MicroBatch:
 
 def lay_out(groups: Sequence[TrainingGroup]) -> MicroBatch:
     """Lay groups out in one packed sequence, in the order given."""
-    inputs: list[int] = []
-    positions: list[int] = []
-    group_ids: list[int] = []
-    branch_ids: list[int] = []
-    predict_at: list[int] = []
-    targets: list[int] = []
-    behaviour: list[float] = []
-    advantages: list[float] = []
-    mask: list[float] = []
-    versions: list[int] = []
-    branch = 0
+    inputs: list[TokenIds] = []
+    positions: list[Index] = []
+    group_ids: list[Index] = []
+    branch_ids: list[Index] = []
+    predict_at: list[Index] = []
+    at = branch = 0
     for number, group in enumerate(groups):
-        prompt_length = len(group.prompt_ids)
-        inputs.extend(group.prompt_ids)
-        positions.extend(range(prompt_length))
-        branch_ids.extend([0] * prompt_length)
-        prompt_end = len(inputs) - 1
-        for answer, advantage in zip(group.answers, group.advantages, strict=True):
+        prompt = len(group.prompt_ids)
+        inputs.append(group.prompt_ids)
+        positions.append(np.arange(prompt))
+        branch_ids.append(np.zeros(prompt, np.int64))
+        at += prompt
+        prompt_end = at - 1
+        for answer, size in zip(group.answers, group.answer_sizes, strict=True):
             branch += 1
-            length = len(answer.token_ids)
-            predict_at.append(prompt_end)
-            predict_at.extend(range(len(inputs), len(inputs) + length - 1))
-            inputs.extend(answer.token_ids[:-1])
-            positions.extend(range(prompt_length, prompt_length + length - 1))
-            branch_ids.extend([branch] * (length - 1))
-            targets.extend(answer.token_ids)
-            advantages.extend([advantage] * length)
-            for segment in answer.segments:
-                behaviour.extend(segment.logprobs)
-                mask.extend([float(segment.trainable)] * len(segment.token_ids))
-                versions.extend([segment.version] * len(segment.token_ids))
-        group_ids.extend([number] * (len(inputs) - len(group_ids)))
+            inputs.append(answer.token_ids[:-1])
+            positions.append(np.arange(prompt, prompt + size))
+            branch_ids.append(np.full(size, branch))
+            predict_at += [np.array([prompt_end]), np.arange(at, at + size)]
+            at += size
+        group_ids.append(np.full(group.packed_tokens, number))
+    answers = [answer for group in groups for answer in group.answers]
+    advantages = np.array([advantage for group in groups for advantage in group.advantages], np.float32)
+    segments = [segment for answer in answers for segment in answer.segments]
+    lengths = [len(segment.token_ids) for segment in segments]
     return MicroBatch(
-        input_ids=torch.tensor(inputs),
-        position_ids=torch.tensor(positions),
-        group_ids=torch.tensor(group_ids),
-        branch_ids=torch.tensor(branch_ids),
-        predict_at=torch.tensor(predict_at),
-        targets=torch.tensor(targets),
-        behaviour_logprobs=torch.tensor(behaviour, dtype=torch.float32),
-        advantages=torch.tensor(advantages, dtype=torch.float32),
-        mask=torch.tensor(mask, dtype=torch.float32),
-        versions=torch.tensor(versions),
+        input_ids=_joined(inputs, np.int64),
+        position_ids=_joined(positions, np.int64),
+        group_ids=_joined(group_ids, np.int64),
+        branch_ids=_joined(branch_ids, np.int64),
+        predict_at=_joined(predict_at, np.int64),
+        targets=_joined([segment.token_ids for segment in segments], np.int64),
+        behaviour_logprobs=_joined([segment.logprobs for segment in segments], np.float32),
+        advantages=torch.from_numpy(np.repeat(advantages, [answer.tokens for answer in answers])),
+        mask=torch.from_numpy(np.repeat(np.array([s.trainable for s in segments], np.float32), lengths)),
+        versions=torch.from_numpy(np.repeat(np.array([s.version for s in segments], np.int64), lengths)),
     )
+
+
+def _joined(parts: Sequence[NDArray[Any]], dtype: type[np.generic]) -> Tensor:
+    return torch.from_numpy(np.concatenate(parts, dtype=dtype))

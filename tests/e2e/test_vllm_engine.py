@@ -33,7 +33,7 @@ def test_segments_hold_every_token_once_and_in_order(lengths: list[int]) -> None
 
     assert [token for segment in segments for token in segment.token_ids] == list(tokens)
     assert [segment.version for segment in segments] == list(range(len(lengths)))
-    assert all(segment.logprobs == tuple(-float(token) for token in segment.token_ids) for segment in segments)
+    assert all((segment.logprobs == -segment.token_ids).all() for segment in segments)
 
 
 @pytest.mark.parametrize("spans", [[], [("0.1", 1, 3)], [("0.1", 0, 2)], [("0.1", 0, 1), ("0.2", 2, 3)]])
@@ -160,7 +160,7 @@ async def _start_long_answers(engine: VllmEngine, name: str) -> list[asyncio.Tas
 
 def _error(answer: Answer, weights: Sequence[Path], temperature: float = 1.0) -> float:
     """Largest difference between the answer's log-probabilities and Hugging Face's under `weights[version]`."""
-    sequence = torch.tensor([PROMPT + list(answer.token_ids)])
+    sequence = torch.tensor([PROMPT + answer.token_ids.tolist()])
     position, worst = len(PROMPT), 0.0
     for segment in answer.segments:
         with torch.no_grad():

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
 import psutil
 
 from planners.costs.memory import CPU_KV_CACHE_BYTES
@@ -130,7 +131,7 @@ class VllmEngine:
             raise RuntimeError(f"vLLM ended request {request_id} of replica {self.replica} with '{finish_reason}'.")
         segments = cut_into_segments(
             completion.token_ids,
-            [entry[token].logprob for entry, token in zip(completion.logprobs, completion.token_ids, strict=True)],
+            completion.logprobs.logprobs,
             [(span.version, span.start, span.end) for span in completion.weight_versions or []],
             self.replica,
         )
@@ -197,7 +198,8 @@ class VllmEngine:
             # The experiment names the stop tokens; the model's own end token is one only if listed.
             ignore_eos=True,
             seed=sampling.seed,
-            logprobs=0,
+            logprobs=0,  # of the sampled token alone, so that the flat list has one for each
+            flat_logprobs=True,
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
@@ -275,7 +277,7 @@ def cut_into_segments(
     ends = [end for _, _, end in spans]
     if [start for _, start, _ in spans] + [len(token_ids)] != [0, *ends]:
         raise RuntimeError(f"vLLM's version spans {list(spans)} do not cover the {len(token_ids)} tokens of an answer.")
+    ids, values = np.array(token_ids, np.int32), np.array(logprobs, np.float32)
     return tuple(
-        Segment(tuple(token_ids[start:end]), tuple(logprobs[start:end]), int(label.partition(".")[2]), replica)
-        for label, start, end in spans
+        Segment(ids[start:end], values[start:end], int(label.partition(".")[2]), replica) for label, start, end in spans
     )

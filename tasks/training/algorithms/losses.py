@@ -59,7 +59,7 @@ def with_advantages(groups: Sequence[Group]) -> list[TrainingGroup]:
     """Each group with its unmasked answers and their advantages, normalised within the group."""
     prepared = []
     for group in groups:
-        answers = tuple(answer for answer in group.trained if answer.token_ids)
+        answers = tuple(answer for answer in group.trained if answer.tokens)
         advantages = tuple(normalise_group([answer.reward for answer in answers]))
         prepared.append(TrainingGroup(group.prompt_ids, answers, advantages))
     return prepared

@@ -3,6 +3,7 @@
 import random
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -100,7 +101,9 @@ def test_ranks_wait_for_the_busiest_as_the_trainer_deals_answers(
     tokens = [int(points[int((i + 0.5) * len(points) / count)]) for i in range(count)]
     random.Random(0).shuffle(tokens)
     answers = [Trajectory((Segment((1,) * n, (-1.0,) * n, 0, "r"),), Outcome.SCORED, 1.0) for n in tokens]
-    minibatch = [TrainingGroup((1,) * prompt, tuple(answers[g::groups]), (1.0,) * size) for g in range(groups)]
+    minibatch = [
+        TrainingGroup(np.ones(prompt, np.int32), tuple(answers[g::groups]), (1.0,) * size) for g in range(groups)
+    ]
     busiest = max(sum(part.packed_tokens for part in hand) for hand in deal(minibatch, ranks))
     cost = TrainingCost(MODEL, Demand(groups, size, 2, constant(prompt), lengths, 28672), CATALOGUE)
     even = sum(group.packed_tokens for group in minibatch) / ranks

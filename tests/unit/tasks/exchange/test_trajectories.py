@@ -59,7 +59,8 @@ def test_version_is_that_of_the_oldest_trained_token() -> None:
     answer = Trajectory((fixed, empty, old, new), Outcome.SCORED, 1.0)
     masked = Trajectory((Segment((5,), (-1.0,), version=2, replica="r"),), Outcome.TIMEOUT, math.nan)
     later = Trajectory((new,), Outcome.TRUNCATED, 0.0)
-    assert answer.token_ids == (1, 2, 3, 4)
+    assert answer.token_ids.tolist() == [1, 2, 3, 4]
+    assert answer.tokens == 4
     assert answer.oldest_version == 4
     group = Group(1, 0, (9,), (answer, masked, later))
     assert (group.oldest_version, group.newest_version) == (4, 6)
@@ -82,6 +83,24 @@ def test_scored_answer_has_a_finite_reward(reward: float) -> None:
 def test_every_token_has_a_logprob() -> None:
     with pytest.raises(ValueError, match="2 tokens but 1"):
         Segment((1, 2), (0.0,), 0, "r")
+
+
+def test_tokens_cannot_be_changed_and_are_compared_by_value(tmp_path: Path) -> None:
+    sampled = np.array([1, 2], np.int32)
+    segment = Segment(sampled, [-0.5, -1.5], 3, "r")
+    save_group(tmp_path / "x", Group(1, 2, [7], (Trajectory((segment, segment), Outcome.SCORED, 1.0),)))
+    loaded = load_group(tmp_path / "x")
+    assert loaded == load_group(tmp_path / "x")
+    (answer,) = loaded.trajectories
+    assert answer.segments == (segment, segment)
+    assert segment != Segment([1, 3], [-0.5, -1.5], 3, "r")
+    assert segment != Segment([1, 2], [-0.5, -1.25], 3, "r")
+    assert loaded != Group(1, 2, [8], loaded.trajectories)
+    for array in (segment.token_ids, loaded.prompt_ids, answer.segments[1].logprobs):
+        with pytest.raises(ValueError, match="read-only"):
+            array[0] = 9
+    assert np.shares_memory(segment.token_ids, sampled)
+    assert answer.segments[0].token_ids.base is answer.segments[1].token_ids.base
 
 
 def test_foreign_format_is_refused(tmp_path: Path) -> None:

@@ -21,8 +21,8 @@ def algorithm(**values: object) -> AlgorithmSection:
 
 
 def plain_logprobs(model: torch.nn.Module, group: TrainingGroup, k: int) -> torch.Tensor:
-    answer = group.answers[k].token_ids
-    row = torch.tensor([group.prompt_ids + answer])
+    answer = group.answers[k].token_ids.tolist()
+    row = torch.tensor([[*group.prompt_ids.tolist(), *answer]])
     logprobs = model(row).logits[0, len(group.prompt_ids) - 1 : -1].log_softmax(-1)
     return logprobs.gather(1, torch.tensor(answer)[:, None])[:, 0]
 

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -19,7 +20,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from tasks.exchange.trajectories import Outcome, Segment, Trajectory
+from tasks.exchange.trajectories import Outcome, Segment, TokenIds, Trajectory
 from tasks.training import policy as policy_module
 from tasks.training.packing import TrainingGroup, deal, hand_of, lay_out, pack, split
 from tasks.training.policy import Policy
@@ -49,7 +50,7 @@ def trajectories(draw: st.DrawFn) -> Trajectory:
 @st.composite
 def training_groups(draw: st.DrawFn) -> TrainingGroup:
     answers = tuple(draw(st.lists(trajectories(), min_size=1, max_size=4)))
-    return TrainingGroup(draw(token_ids), answers, tuple(0.5 + k for k in range(len(answers))))
+    return TrainingGroup(np.array(draw(token_ids), np.int32), answers, tuple(0.5 + k for k in range(len(answers))))
 
 
 @given(st.lists(training_groups(), min_size=1, max_size=4))
@@ -60,14 +61,14 @@ def test_what_a_token_attends_to_is_its_prompt_and_its_own_answer(groups: list[T
     at = 0
     for group in groups:
         for answer, advantage in zip(group.answers, group.advantages, strict=True):
-            whole = group.prompt_ids + answer.token_ids
+            whole = [*group.prompt_ids.tolist(), *answer.token_ids.tolist()]
             trainable = [s.trainable for s in answer.segments for _ in s.token_ids]
             versions = [s.version for s in answer.segments for _ in s.token_ids]
             behaviour = [p for s in answer.segments for p in s.logprobs]
             for k, target in enumerate(answer.token_ids):
                 seen = attends[batch.predict_at[at]].nonzero()[:, 0]
                 context = whole[: len(group.prompt_ids) + k]
-                assert tuple(batch.input_ids[seen].tolist()) == context
+                assert batch.input_ids[seen].tolist() == context
                 assert batch.position_ids[seen].tolist() == list(range(len(context)))
                 assert batch.targets[at] == target
                 assert batch.mask[at] == trainable[k]
@@ -83,7 +84,7 @@ def test_what_a_token_attends_to_is_its_prompt_and_its_own_answer(groups: list[T
 def answers_of(groups: Sequence[TrainingGroup]) -> Counter[tuple[object, ...]]:
     """Every answer with its prompt and its advantage."""
     return Counter(
-        (group.prompt_ids, answer, advantage)
+        (tuple(group.prompt_ids), repr(answer), advantage)
         for group in groups
         for answer, advantage in zip(group.answers, group.advantages, strict=True)
     )
@@ -112,7 +113,7 @@ def group_of(prompt: int, *lengths: int) -> TrainingGroup:
     answers = tuple(
         Trajectory((Segment((1,) * (n + 1), (-1.0,) * (n + 1), 0, "replica-0"),), Outcome.SCORED, 0.0) for n in lengths
     )
-    return TrainingGroup((1,) * prompt, answers, (1.0,) * len(answers))
+    return TrainingGroup(np.ones(prompt, np.int32), answers, (1.0,) * len(answers))
 
 
 @pytest.mark.parametrize(
@@ -161,8 +162,8 @@ def models() -> list[PreTrainedModel]:
 def some_groups() -> list[TrainingGroup]:
     generator = torch.Generator().manual_seed(1)
 
-    def tokens(count: int) -> tuple[int, ...]:
-        return tuple(torch.randint(0, VOCABULARY, (count,), generator=generator).tolist())
+    def tokens(count: int) -> TokenIds:
+        return torch.randint(0, VOCABULARY, (count,), generator=generator).numpy().astype(np.int32)
 
     groups = []
     for prompt_length, lengths in ((5, (3, 1, 4)), (9, (2, 6)), (1, (1, 2, 3, 8))):
@@ -184,9 +185,9 @@ def test_log_probabilities_equal_each_answer_computed_alone(
     expected, expected_entropy = [], []
     for group in groups:
         for answer in group.answers:
-            row = torch.tensor([group.prompt_ids + answer.token_ids])
+            row = torch.tensor([[*group.prompt_ids, *answer.token_ids]])
             logprobs = (model(row).logits[0, len(group.prompt_ids) - 1 : -1] / temperature).log_softmax(-1)
-            expected.append(logprobs.gather(1, torch.tensor(answer.token_ids)[:, None])[:, 0])
+            expected.append(logprobs.gather(1, row[0, len(group.prompt_ids) :, None])[:, 0])
             expected_entropy.append(torch.distributions.Categorical(logits=logprobs).entropy())
     model.config._attn_implementation = "sdpa"
     logprobs, entropy = Policy(model, temperature)(lay_out(groups))

@@ -68,9 +68,10 @@ def test_permuted_advantages_are_the_groups_own_on_other_answers() -> None:
     for before, after in zip(groups, shuffled, strict=True):
         negated = tuple(-a for a in after.advantages)
         assert sorted(before.advantages) in (sorted(after.advantages), sorted(negated))
-    assert shuffled != groups
-    assert shuffled == permute_advantages(groups, seed=3, step=5)
-    assert shuffled != permute_advantages(groups, seed=3, step=6)
+    dealt = [g.advantages for g in shuffled]
+    assert dealt != [g.advantages for g in groups]
+    assert dealt == [g.advantages for g in permute_advantages(groups, seed=3, step=5)]
+    assert dealt != [g.advantages for g in permute_advantages(groups, seed=3, step=6)]
     assert [g.answers for g in shuffled] == [g.answers for g in groups]
     assert not has_gradient(shuffled[4])
 
