@@ -243,13 +243,16 @@ def load_group(path: Path, deadline_s: float = 30.0) -> Group:
     return Group(int(metadata["group_id"]), int(metadata["prompt_index"]), tensors["prompt_ids"], trajectories)
 
 
-def delete_payloads(run: RunDirectory, disposable: Collection[int]) -> list[int]:
-    """Delete the payloads of the groups that `Ledger.disposable_groups` named; returns the ids deleted."""
-    found = {group_id: path for path in run.trajectories.iterdir() if (group_id := group_of(path)) is not None}
-    doomed = sorted(found.keys() & set(disposable))
-    for group_id in doomed:
-        found[group_id].unlink(missing_ok=True)
-    return doomed
+def found_payloads(run: RunDirectory) -> list[int]:
+    """The groups whose payloads are on storage, in order; the ledger says which of them are needed."""
+    found = (group_of(path) for path in run.trajectories.iterdir())
+    return sorted(group_id for group_id in found if group_id is not None)
+
+
+def delete_payloads(run: RunDirectory, disposable: Collection[int]) -> None:
+    """Delete the payloads of the groups that `Ledger.disposable_groups` named."""
+    for group_id in sorted(disposable):
+        run.group_path(group_id).unlink(missing_ok=True)
 
 
 def _integers(values: Iterable[int]) -> NDArray[np.int32]:

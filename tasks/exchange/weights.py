@@ -77,6 +77,12 @@ def verify_weights(path: Path) -> None:
             raise WeightsCorrupt(f"{path / name} differs in size or checksum from the manifest")
 
 
+def found_versions(run: RunDirectory) -> list[tuple[int, int]]:
+    """(lineage, number) of every version on storage, in order; the ledger says which of them count."""
+    found = (version_of(path) for path in run.weights.iterdir())
+    return sorted(version for version in found if version is not None)
+
+
 def delete_unused(run: RunDirectory, lineage: int, unused: Collection[tuple[int, int]]) -> list[Path]:
     """Delete the directories of the versions `unused`, and what killed publishers left behind.
 

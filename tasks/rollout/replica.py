@@ -61,6 +61,7 @@ class Replica:
         self._p = parts
         self._workload = parts.experiment.workload
         self._in_flight: dict[int, Lease] = {}
+        self._leases = 0
         self._changed = asyncio.Event()
         self._leaving = asyncio.Event()
         self._weights_stay = asyncio.Lock()
@@ -109,7 +110,12 @@ class Replica:
         if self._draining or (self._in_flight and answers + self._workload.group_size > self._p.concurrency):
             return None
         async with self._weights_stay:
-            return await asyncio.to_thread(self._p.ledger.lease_group, self._p.actor, self._p.engine.loaded[1])
+            # The key stays until it has brought a lease, so that one whose answer was lost comes back.
+            lease = await asyncio.to_thread(
+                self._p.ledger.lease_group, self._p.actor, self._p.engine.loaded[1], f"lease-{self._leases}"
+            )
+        self._leases += lease is not None
+        return lease
 
     def _begin(self, lease: Lease) -> None:
         if not self._in_flight:

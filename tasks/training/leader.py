@@ -22,8 +22,8 @@ from planners.errors import UserError
 from tasks.config.experiment import Experiment
 from tasks.exchange.layout import RunDirectory
 from tasks.exchange.ledger import Actor, Fenced, GroupRow, Ledger
-from tasks.exchange.trajectories import Group, Outcome, delete_payloads
-from tasks.exchange.weights import delete_unused, publish_weights
+from tasks.exchange.trajectories import Group, Outcome, delete_payloads, found_payloads
+from tasks.exchange.weights import delete_unused, found_versions, publish_weights
 from tasks.lifecycle.heartbeat import Heartbeat
 from tasks.tracking.tracker import Tracker
 from tasks.training.checkpoints import delete_checkpoints, found_checkpoints
@@ -89,7 +89,8 @@ class Leader:
         if not self.ledger.has_version(self.actor.run_id, self.lineage, number):
             path = publish_weights(self.run, self.lineage, number, fill)
             self.ledger.record_version(self.actor, number, str(path))
-        unused = self.ledger.retire_versions(self.actor, self.experiment.storage.keep_versions)
+        keep_versions = self.experiment.storage.keep_versions
+        unused = self.ledger.retire_versions(self.actor, keep_versions, found_versions(self.run))
         delete_unused(self.run, self.lineage, unused)
 
     def require_newest(self, step: int) -> None:
@@ -136,7 +137,8 @@ class Leader:
         proven = self.ledger.proven_checkpoints(self.actor.run_id, found_checkpoints(self.run))
         oldest = proven[0][1] if proven else 0
         keep_steps = self.experiment.storage.keep_steps
-        delete_payloads(self.run, self.ledger.disposable_groups(self.actor.run_id, keep_steps, oldest))
+        found = found_payloads(self.run)
+        delete_payloads(self.run, self.ledger.disposable_groups(self.actor.run_id, found, keep_steps, oldest))
 
     def report(self, step: int, metrics: dict[str, float]) -> None:
         """Record the finished step in the ledger and in MLflow; values that are not finite are counted, not stored."""

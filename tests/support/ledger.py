@@ -1,9 +1,12 @@
 """A small run and what its actors do, for the tests of the ledger; the fixtures are in conftest.py."""
 
+import itertools
+
 from tasks.exchange.ledger import Actor, GroupRow, Lease, Ledger
 
 RUN = "run"
 B, ETA, STEPS = 2, 1, 3
+_keys = itertools.count()
 
 
 def load(ledger: Ledger, replica: Actor, version: tuple[int, int]) -> None:
@@ -11,8 +14,13 @@ def load(ledger: Ledger, replica: Actor, version: tuple[int, int]) -> None:
     ledger.set_loaded(replica, *version)
 
 
+def ask(ledger: Ledger, replica: Actor, version: int) -> Lease | None:
+    """Ask for a lease under a key of its own."""
+    return ledger.lease_group(replica, version, f"lease-{next(_keys)}")
+
+
 def lease(ledger: Ledger, replica: Actor, version: int = 0) -> Lease:
-    leased = ledger.lease_group(replica, version)
+    leased = ask(ledger, replica, version)
     assert leased is not None
     return leased
 

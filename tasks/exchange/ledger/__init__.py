@@ -5,7 +5,9 @@ Invariants, each kept by the transaction that could break it and by the keys in 
 - a group is consumed at most once in the surviving lineage, and never more than η steps after its version;
 - an attempt that is no longer current writes nothing;
 - what a dead actor held is given out again, and without failures nothing is dropped;
-- counts are derived from rows, never kept beside them;
+- counts are derived from the open groups and from the totals that stand with the last step that consumed, so a resume
+  takes them back; only drops, which nothing takes back, are counted beside their rows;
+- what is over and done is not read again: no call of a step, lease, beat or page costs more the longer a run gets;
 - every transition may be repeated: the second time changes nothing and answers the same.
 """
 

@@ -4,11 +4,32 @@ A group is generated and scored within one replica, which hands it over whole, s
 process and is no state here. The rules of admission and consumption are `planners.staleness`; this module counts and
 records within the transaction that asks them. A dropped group's prompt goes back to waiting and is leased again before
 any new prompt.
+
+Every step consumes B groups, so the groups out are B for each consumed step and those open now, of which the gate lets
+there be at most (η + 1)·B: no call reads more the longer the run gets. Who asks again and again reads first, and opens
+a writing transaction, which makes others wait, only where it can succeed.
 """
 
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, and_, case, delete, exists, func, insert, not_, or_, select, update
+from sqlalchemy import (
+    ColumnElement,
+    Connection,
+    Row,
+    and_,
+    case,
+    delete,
+    exists,
+    func,
+    insert,
+    not_,
+    or_,
+    select,
+    true,
+    update,
+)
 
 from planners.errors import UserError
 from planners.staleness import choose_groups, may_lease
@@ -17,12 +38,17 @@ from tasks.exchange.ledger.fence import ACTIVE, require_active, rows_of, run_of
 from tasks.exchange.ledger.rows import Actor, GroupRow, Lease, RunRow, columns_of
 from tasks.exchange.ledger.schema import (
     actors,
+    consumed_steps,
+    drops,
     evaluations,
     groups,
+    is_open,
+    is_waiting,
     policy_versions,
     prompts,
     runs,
     steps,
+    survives,
     weight_claims,
 )
 from tasks.exchange.ledger.versions import newest_possible_version, usable_version
@@ -37,15 +63,30 @@ NOT_THE_PROMPTS_FAULT = frozenset({ABANDONED, ABORTED, LEASE_LOST, STALE})
 """Reasons that do not count towards a prompt's quarantine: long answers are lost more often, and must not be biased."""
 
 
+_IDS_AT_ONCE = 1000
+"""Ids in one statement; SQLite takes 32,766 parameters."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Open:
+    """An open group as the rule of consumption sees it."""
+
+    group_id: int
+    state: str
+    version: int
+
+
 class Groups(Database):
     """The groups of a run, from lease to consumption."""
 
-    def lease_group(self, actor: Actor, loaded_version: int) -> Lease | None:
+    def lease_group(self, actor: Actor, loaded_version: int, key: str) -> Lease | None:
         """Lease the next prompt to a replica: dropped prompts first, then a new one; quarantined ones never.
 
         Args:
             actor: the replica.
             loaded_version: number of the policy version its engine has loaded.
+            key: the replica's name for this lease, another one for every lease it wants. Asking again under the same
+                key, after an answer that was lost, gives the same lease for as long as the group is open.
 
         Returns:
             None while the gate is shut, all groups of the run are out, the run is not running, or the replica still has
@@ -54,25 +95,19 @@ class Groups(Database):
         Raises:
             Fenced: this attempt is no longer current.
         """
+        with self.read() as connection:
+            known = _lease_under(connection, actor, key)
+            if known is not None or _admission(connection, actor, loaded_version) is None:
+                return known
         with self.write(actor.run_id) as connection:
-            require_active(connection, actor)
-            run = run_of(connection, actor.run_id)
-            version = usable_version(connection, actor, loaded_version)
-            if run.state != "running" or version is None:
-                return None
-            out = connection.scalar(
-                select(func.count())
-                .select_from(groups)
-                .where(groups.c.run_id == run.run_id, groups.c.state.in_(("leased", "scored", "consumed")))
-            )
-            groups_out = int(out or 0)
-            if groups_out >= run.steps * run.prompts_per_step:
-                return None
-            if not may_lease(groups_out, version, run.prompts_per_step, run.max_staleness):
-                return None
+            known = _lease_under(connection, actor, key)
+            admission = _admission(connection, actor, loaded_version)
+            if known is not None or admission is None:
+                return known
+            run, version = admission
             lease = Lease(_next_group_id(connection, run.run_id), _hold_prompt(connection, run.run_id), version)
             keys = {"run_id": run.run_id, "group_id": lease.group_id, "prompt_index": lease.prompt_index}
-            holder = {"role": actor.role, "slot": actor.slot, "attempt": actor.attempt}
+            holder = {"role": actor.role, "slot": actor.slot, "attempt": actor.attempt, "lease_key": key}
             facts = {"lineage": run.lineage, "state": "leased", "version": version, "leased_s": now_s()}
             connection.execute(insert(groups).values(**keys, **holder, **facts))
         return lease
@@ -104,7 +139,6 @@ class Groups(Database):
             connection.execute(update(prompts).where(this).values(question_key=key))
             if bad is not None:
                 drop_groups(connection, actor.run_id, groups.c.group_id == group_id, QUARANTINED)
-                connection.execute(update(prompts).where(this).values(state=QUARANTINED))
         return bad is None
 
     def complete_group(
@@ -141,8 +175,9 @@ class Groups(Database):
             raise ValueError(f"group {group_id} counts the outcome {unknown.pop()!r}, which does not exist")
         with self.write(actor.run_id) as connection:
             require_active(connection, actor)
-            if _state_for(connection, actor, group_id) != "leased":
-                return _state_for(connection, actor, group_id) != "dropped"
+            state = _state_for(connection, actor, group_id)
+            if state != "leased":
+                return state != "dropped"
             possible = newest_possible_version(connection, actor)
             newest = possible if newest_version is None else newest_version
             if not 0 <= oldest_version <= newest <= possible:
@@ -176,32 +211,27 @@ class Groups(Database):
             Fenced: this trainer is no longer current.
             ValueError: `step` is not the step after the last one consumed.
         """
-        with self.write(actor.run_id) as connection:
-            require_active(connection, actor)
-            run = run_of(connection, actor.run_id)
-            if decided := _consumed_by(connection, run.run_id, step):
+        with self.read() as connection:
+            decided = _decided(connection, actor, step)
+            if decided:
                 return decided
-            expected = next_step(connection, run.run_id)
-            if step != expected:
-                raise ValueError(f"step {step} of run {run.run_id} asks for groups, but the next step is {expected}")
-            unconsumed = groups.c.state.in_(("leased", "scored"))
-            drop_groups(connection, run.run_id, unconsumed & (groups.c.version + run.max_staleness < step), STALE)
-            rows = connection.execute(
-                select(groups.c.group_id, groups.c.state, groups.c.version + run.max_staleness).where(
-                    groups.c.run_id == run.run_id, unconsumed
-                )
-            ).all()
-            chosen = choose_groups(
-                finished=[(group_id, deadline) for group_id, state, deadline in rows if state == "scored"],
-                unfinished_deadlines=[deadline for _, state, deadline in rows if state == "leased"],
-                step=step,
-                prompts_per_step=run.prompts_per_step,
-            )
+            run, waiting = run_of(connection, actor.run_id), _open_groups(connection, actor.run_id)
+            if not _stale(waiting, run, step) and _choice(waiting, run, step) is None:
+                return None
+        with self.write(actor.run_id) as connection:
+            decided = _decided(connection, actor, step)
+            if decided:
+                return decided
+            run, waiting = run_of(connection, actor.run_id), _open_groups(connection, actor.run_id)
+            if stale := _stale(waiting, run, step):
+                drop_groups(connection, run.run_id, groups.c.version + run.max_staleness < step, STALE)
+            chosen = _choice([group for group in waiting if group not in stale], run, step)
             if chosen is None:
                 return None
             for place, group_id in enumerate(chosen):
                 consumed = {"state": "consumed", "step": step, "place": place}
                 connection.execute(update(groups).where(*_is(run.run_id, group_id)).values(**consumed))
+            _record_totals(connection, run.run_id, step)
             return _consumed_by(connection, run.run_id, step)
 
     def resume_from(self, run_id: str, step: int, actor: Actor | None = None) -> int:
@@ -240,7 +270,7 @@ class Groups(Database):
             _fence_trainers(connection, run_id, keep=actor)
             connection.execute(
                 update(policy_versions)
-                .where(policy_versions.c.run_id == run_id, policy_versions.c.number > step)
+                .where(policy_versions.c.run_id == run_id, policy_versions.c.number > step, survives)
                 .values(state="abandoned")
             )
             connection.execute(
@@ -249,7 +279,8 @@ class Groups(Database):
                 .values(state="scored", step=None, place=None)
             )
             drop_groups(connection, run_id, _may_have_token_above(step), ABANDONED)
-            connection.execute(delete(steps).where(steps.c.run_id == run_id, steps.c.step >= step))
+            for table in (steps, consumed_steps):
+                connection.execute(delete(table).where(table.c.run_id == run_id, table.c.step >= step))
             _record_last_step(connection, run, step)
             connection.execute(delete(evaluations).where(evaluations.c.run_id == run_id, evaluations.c.version > step))
         return run.lineage + 1
@@ -260,36 +291,66 @@ class Groups(Database):
         with self.read() as connection:
             return [GroupRow(*row) for row in connection.execute(query)]
 
-    def disposable_groups(self, run_id: str, keep_steps: int, checkpoint_step: int) -> set[int]:
-        """Groups whose payload nobody will read again, for `trajectories.delete_payloads`.
+    def disposable_groups(self, run_id: str, found: Collection[int], keep_steps: int, checkpoint_step: int) -> set[int]:
+        """Those of the groups `found` whose payload nobody will read again, for `trajectories.delete_payloads`.
 
         They are dropped, or were consumed before the last `keep_steps` steps and before `checkpoint_step`, the step of
-        the oldest checkpoint that a resume may use.
+        the oldest checkpoint that a resume may use. `found` are the groups whose payloads are on storage, see
+        `trajectories.found_payloads`: what is gone is not asked about again, and what could not be deleted is.
         """
+        ids = sorted(found)
+        disposable: set[int] = set()
         with self.read() as connection:
             kept_from = min(checkpoint_step, next_step(connection, run_id) - keep_steps)
-            disposable = or_(groups.c.state == "dropped", groups.c.step < kept_from)
-            return set(connection.scalars(select(groups.c.group_id).where(groups.c.run_id == run_id, disposable)))
+            condition = or_(groups.c.state == "dropped", groups.c.step < kept_from)
+            for start in range(0, len(ids), _IDS_AT_ONCE):
+                these = groups.c.group_id.in_(ids[start : start + _IDS_AT_ONCE])
+                query = select(groups.c.group_id).where(groups.c.run_id == run_id, these, condition)
+                disposable.update(connection.scalars(query))
+        return disposable
 
 
 def next_step(connection: Connection, run_id: str) -> int:
     """The step after the last one that consumed groups."""
-    last = connection.scalar(select(func.max(groups.c.step)).where(groups.c.run_id == run_id))
-    return 0 if last is None else last + 1
+    last = last_totals(connection, run_id)
+    return 0 if last is None else int(last.step) + 1
+
+
+def last_totals(connection: Connection, run_id: str) -> Row[Any] | None:
+    """The row of `consumed_steps` of the last step that consumed groups, with the totals up to it."""
+    query = select(consumed_steps).where(consumed_steps.c.run_id == run_id)
+    return connection.execute(query.order_by(consumed_steps.c.step.desc()).limit(1)).one_or_none()
+
+
+def groups_out(connection: Connection, run: RunRow) -> int:
+    """Groups leased, scored or consumed in this lineage: B for every consumed step, and the open ones."""
+    opened = connection.scalar(select(func.count()).select_from(groups).where(groups.c.run_id == run.run_id, is_open))
+    return run.prompts_per_step * next_step(connection, run.run_id) + int(opened or 0)
 
 
 def drop_groups(connection: Connection, run_id: str, condition: ColumnElement[bool], reason: str) -> None:
-    """Drop all groups of the run that meet `condition`, and let their prompts wait or go into quarantine."""
-    doomed = and_(groups.c.run_id == run_id, groups.c.state != "dropped", condition)
+    """Drop all open groups of the run that meet `condition`, and let their prompts wait or go into quarantine.
+
+    They go there after too many failed attempts, or because their question is there.
+    """
+    doomed = and_(groups.c.run_id == run_id, is_open, condition)
     failed = prompts.c.failed_attempts + (0 if reason in NOT_THE_PROMPTS_FAULT else 1)
     limit = select(runs.c.max_attempts_per_prompt).where(runs.c.run_id == run_id).scalar_subquery()
-    connection.execute(
+    is_given_up = true() if reason == QUARANTINED else failed >= limit
+    next_states = connection.scalars(
         update(prompts)
         .where(prompts.c.run_id == run_id, prompts.c.prompt_index.in_(select(groups.c.prompt_index).where(doomed)))
-        .values(failed_attempts=failed, state=case((failed >= limit, "quarantined"), else_="waiting"))
-    )
-    dropped = {"state": "dropped", "drop_reason": reason, "step": None, "place": None}
-    connection.execute(update(groups).where(doomed).values(**dropped))
+        .values(failed_attempts=failed, state=case((is_given_up, QUARANTINED), else_="waiting"))
+        .returning(prompts.c.state)
+    ).all()
+    if not next_states:
+        return
+    connection.execute(update(groups).where(doomed).values(state="dropped", drop_reason=reason))
+    counted = {"groups": len(next_states), "quarantined_prompts": next_states.count(QUARANTINED)}
+    this = (drops.c.run_id == run_id, drops.c.reason == reason)
+    more = {name: drops.c[name] + count for name, count in counted.items()}
+    if connection.execute(update(drops).where(*this).values(**more)).rowcount == 0:
+        connection.execute(insert(drops).values(run_id=run_id, reason=reason, **counted))
 
 
 def _fence_trainers(connection: Connection, run_id: str, keep: Actor | None) -> None:
@@ -319,23 +380,97 @@ def _may_have_token_above(number: int) -> ColumnElement[bool]:
     return or_(groups.c.newest_version > number, and_(groups.c.state == "leased", replica_may))
 
 
+def _admission(connection: Connection, actor: Actor, loaded_version: int) -> tuple[RunRow, int] | None:
+    """The run, and the version number of a group begun now; None where a replica may not begin one."""
+    run = run_of(connection, actor.run_id)
+    version = usable_version(connection, actor, loaded_version)
+    if run.state != "running" or version is None:
+        return None
+    out = groups_out(connection, run)
+    if out >= run.steps * run.prompts_per_step:
+        return None
+    return (run, version) if may_lease(out, version, run.prompts_per_step, run.max_staleness) else None
+
+
+def _lease_under(connection: Connection, actor: Actor, key: str) -> Lease | None:
+    """The open lease that this attempt, which must be current, has under `key`."""
+    require_active(connection, actor)
+    query = select(groups.c.group_id, groups.c.prompt_index, groups.c.version)
+    this = (*rows_of(actor, groups), groups.c.lease_key == key, is_open)
+    row = connection.execute(query.where(*this)).one_or_none()
+    return None if row is None else Lease(*row)
+
+
 def _hold_prompt(connection: Connection, run_id: str) -> int:
-    waiting = connection.scalar(
-        select(func.min(prompts.c.prompt_index)).where(prompts.c.run_id == run_id, prompts.c.state == "waiting")
-    )
+    of_run = prompts.c.run_id == run_id
+    first = select(prompts.c.prompt_index).where(of_run, is_waiting).order_by(prompts.c.prompt_index).limit(1)
+    waiting = connection.scalar(first)
     if waiting is not None:
-        this = and_(prompts.c.run_id == run_id, prompts.c.prompt_index == waiting)
-        connection.execute(update(prompts).where(this).values(state="held"))
+        connection.execute(update(prompts).where(of_run, prompts.c.prompt_index == waiting).values(state="held"))
         return int(waiting)
-    last = connection.scalar(select(func.max(prompts.c.prompt_index)).where(prompts.c.run_id == run_id))
+    last = connection.scalar(
+        select(prompts.c.prompt_index).where(of_run).order_by(prompts.c.prompt_index.desc()).limit(1)
+    )
     new = 0 if last is None else int(last) + 1
     connection.execute(insert(prompts).values(run_id=run_id, prompt_index=new, state="held", failed_attempts=0))
     return new
 
 
 def _next_group_id(connection: Connection, run_id: str) -> int:
-    last = connection.scalar(select(func.max(groups.c.group_id)).where(groups.c.run_id == run_id))
+    ids = select(groups.c.group_id).where(groups.c.run_id == run_id)
+    last = connection.scalar(ids.order_by(groups.c.group_id.desc()).limit(1))
     return 1 if last is None else int(last) + 1
+
+
+def _decided(connection: Connection, actor: Actor, step: int) -> list[GroupRow]:
+    """The groups that `step` has consumed; none if it is the next one.
+
+    Raises:
+        Fenced: this trainer is no longer current.
+        ValueError: it is neither.
+    """
+    require_active(connection, actor)
+    decided = _consumed_by(connection, actor.run_id, step)
+    expected = next_step(connection, actor.run_id)
+    if not decided and step != expected:
+        raise ValueError(f"step {step} of run {actor.run_id} asks for groups, but the next step is {expected}")
+    return decided
+
+
+def _open_groups(connection: Connection, run_id: str) -> list[_Open]:
+    columns = (groups.c.group_id, groups.c.state, groups.c.version)
+    return [_Open(*row) for row in connection.execute(select(*columns).where(groups.c.run_id == run_id, is_open))]
+
+
+def _stale(opened: Sequence[_Open], run: RunRow, step: int) -> list[_Open]:
+    return [group for group in opened if group.version + run.max_staleness < step]
+
+
+def _choice(opened: Sequence[_Open], run: RunRow, step: int) -> list[int] | None:
+    """The open groups that `step` consumes, in order, or None if it has to wait."""
+    return choose_groups(
+        finished=[(group.group_id, group.version + run.max_staleness) for group in opened if group.state == "scored"],
+        unfinished_deadlines=[group.version + run.max_staleness for group in opened if group.state == "leased"],
+        step=step,
+        prompts_per_step=run.prompts_per_step,
+    )
+
+
+def _record_totals(connection: Connection, run_id: str, step: int) -> None:
+    """Write down what the run has consumed up to and with `step`, whose groups have just got their places."""
+    added = ("response_tokens", *(f"{outcome}_answers" for outcome in Outcome))
+    of_step = connection.execute(
+        select(
+            func.avg(groups.c.reward_mean).label("reward_mean"),
+            func.max(groups.c.step - groups.c.version).label("max_staleness"),
+            *[func.sum(groups.c[name]).label(name) for name in added],
+        ).where(groups.c.run_id == run_id, groups.c.step == step)
+    ).one()
+    before = last_totals(connection, run_id)
+    totals = {name: int(of_step._mapping[name]) + (before._mapping[name] if before else 0) for name in added}
+    staleness = max(of_step.max_staleness, before.max_staleness if before else 0)
+    facts = {"reward_mean": of_step.reward_mean, "max_staleness": staleness, **totals}
+    connection.execute(insert(consumed_steps).values(run_id=run_id, step=step, **facts))
 
 
 def _state_for(connection: Connection, actor: Actor, group_id: int) -> str:

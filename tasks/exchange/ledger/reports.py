@@ -2,15 +2,16 @@
 
 import json
 from collections.abc import Collection
+from typing import Any
 
-from sqlalchemy import Column, ColumnElement, Connection, delete, func, insert, select, update
+from sqlalchemy import Connection, Row, and_, delete, func, insert, or_, select, update
 
 from tasks.exchange.ledger.database import Database, now_s
 from tasks.exchange.ledger.fence import require_active, require_current, rows_of, run_of
-from tasks.exchange.ledger.groups import next_step
+from tasks.exchange.ledger.groups import last_totals, next_step
 from tasks.exchange.ledger.rows import Actor, Evaluation, EvaluationRow, Progress, SpanRow, StepRow, columns_of
-from tasks.exchange.ledger.schema import evaluations, groups, prompts, spans, steps
-from tasks.exchange.ledger.versions import live_versions, usable_version
+from tasks.exchange.ledger.schema import drops, evaluations, groups, is_open, spans, steps
+from tasks.exchange.ledger.versions import newest_live_version, usable_version
 from tasks.exchange.trajectories import Outcome
 
 SPAN_KINDS = ("busy", "wait", "publish", "load")
@@ -39,26 +40,17 @@ class Reports(Database):
         Raises:
             Fenced: this attempt is no longer current.
         """
-        with self.write(actor.run_id) as connection:
-            require_active(connection, actor)
-            if usable_version(connection, actor, loaded_version) != loaded_version:
+        with self.read() as connection:
+            if _evaluation_for(connection, actor, loaded_version) is None:
                 return None
-            open_questions = connection.execute(
-                select(evaluations)
-                .where(
-                    evaluations.c.run_id == actor.run_id,
-                    evaluations.c.version == loaded_version,
-                    evaluations.c.state != "done",
-                )
-                .order_by(evaluations.c.purpose)
-            ).all()
+        with self.write(actor.run_id) as connection:
+            purpose = _evaluation_for(connection, actor, loaded_version)
+            if purpose is None:
+                return None
             holder = {"role": actor.role, "slot": actor.slot, "attempt": actor.attempt}
-            for row in open_questions:
-                if row.state == "requested" or all(row._mapping[key] == value for key, value in holder.items()):
-                    this = (evaluations.c.run_id == actor.run_id, evaluations.c.purpose == row.purpose)
-                    connection.execute(update(evaluations).where(*this).values(state="claimed", **holder))
-                    return Evaluation(row.purpose, row.version)
-        return None
+            this = (evaluations.c.run_id == actor.run_id, evaluations.c.purpose == purpose)
+            connection.execute(update(evaluations).where(*this).values(state="claimed", **holder))
+        return Evaluation(purpose, loaded_version)
 
     def record_evaluation(self, actor: Actor, purpose: str, result_json: str) -> None:
         """Give the result (a JSON object) of an evaluation that this actor took on. Safe to repeat.
@@ -99,9 +91,11 @@ class Reports(Database):
             times = {"start_s": now_s() - (end_ago_s + seconds), "end_s": now_s() - end_ago_s}
             connection.execute(insert(spans).values(**keys, kind=kind, **times))
 
-    def spans(self, run_id: str) -> list[SpanRow]:
-        """All spans of all attempts, in the order of their ends."""
+    def spans(self, run_id: str, since_s: float | None = None) -> list[SpanRow]:
+        """The spans of all attempts, or those that ended after `since_s`, in the order of their ends."""
         query = select(*columns_of(SpanRow, spans)).where(spans.c.run_id == run_id)
+        if since_s is not None:
+            query = query.where(spans.c.end_s > since_s)
         with self.read() as connection:
             return [SpanRow(*row) for row in connection.execute(query.order_by(spans.c.end_s, spans.c.span_id))]
 
@@ -119,9 +113,9 @@ class Reports(Database):
                 values = {"run_id": run.run_id, "step": step, "lineage": run.lineage, "metrics_json": metrics_json}
                 connection.execute(insert(steps).values(**values, end_s=now_s()))
 
-    def steps(self, run_id: str) -> list[StepRow]:
-        """The finished steps of the surviving lineage, in order."""
-        query = select(steps).where(steps.c.run_id == run_id).order_by(steps.c.step)
+    def steps(self, run_id: str, since: int = 0) -> list[StepRow]:
+        """The finished steps of the surviving lineage from step `since` on, in order."""
+        query = select(steps).where(steps.c.run_id == run_id, steps.c.step >= since).order_by(steps.c.step)
         with self.read() as connection:
             return [StepRow(row.step, row.end_s, json.loads(row.metrics_json)) for row in connection.execute(query)]
 
@@ -132,61 +126,62 @@ class Reports(Database):
         A trainer writes the checkpoint before it reports that step, so the step that has consumed groups last counts as
         finished in the current lineage. What a trainer that was replaced puts on storage afterwards is not proven.
         """
-        query = select(steps.c.lineage, steps.c.step).where(steps.c.run_id == run_id)
+        before = [step - 1 for _, step in found]
+        query = select(steps.c.lineage, steps.c.step).where(steps.c.run_id == run_id, steps.c.step.in_(before))
         with self.read() as connection:
             finished = [(row.lineage, row.step) for row in connection.execute(query)]
             last = next_step(connection, run_id) - 1
-            if last not in [step for _, step in finished]:
+            if last in before and last not in [step for _, step in finished]:
                 finished.append((run_of(connection, run_id).lineage, last))
         proven = {(lineage, step + 1) for lineage, step in finished if step >= 0}
         return sorted(proven & set(found), key=lambda checkpoint: checkpoint[1])
 
     def progress(self, run_id: str) -> Progress:
-        """How far the run is, in one consistent reading."""
-        of_run = groups.c.run_id == run_id
-        consumed = (of_run, groups.c.state == "consumed")
-        kept = (of_run, groups.c.state.in_(("scored", "consumed")))
+        """How far the run is, in one consistent reading of what is open, what is new, and the totals."""
         with self.read() as connection:
             run = run_of(connection, run_id)
-            by_state = _counts(connection, groups.c.state, of_run)
-            by_reason = _counts(connection, groups.c.drop_reason, of_run, groups.c.state == "dropped")
-            totals = connection.execute(
-                select(
-                    func.max(groups.c.step),
-                    func.max(groups.c.step - groups.c.version),
-                    func.sum(groups.c.response_tokens),
-                ).where(*consumed)
-            ).one()
-            last_step, staleness, tokens = totals
-            answers = connection.execute(
-                select(*[func.sum(groups.c[f"{outcome}_answers"]) for outcome in Outcome]).where(*kept)
-            ).one()
-            reward = connection.scalar(
-                select(func.avg(groups.c.reward_mean)).where(*consumed, groups.c.step == last_step)
+            opened = _open_by_state(connection, run_id)
+            totals = last_totals(connection, run_id)
+            dropped = connection.execute(select(drops).where(drops.c.run_id == run_id).order_by(drops.c.reason)).all()
+            finished = connection.scalar(
+                select(steps.c.step).where(steps.c.run_id == run_id).order_by(steps.c.step.desc()).limit(1)
             )
-            finished = connection.scalar(select(func.max(steps.c.step)).where(steps.c.run_id == run_id))
-            quarantined = connection.scalar(
-                select(func.count())
-                .select_from(prompts)
-                .where(prompts.c.run_id == run_id, prompts.c.state == "quarantined")
-            )
-            live = live_versions(connection, run_id)
-        states = {"leased": 0, "scored": 0, "consumed": 0, "dropped": 0} | by_state
+            latest = newest_live_version(connection, run_id)
+        consumed = 0 if totals is None else run.prompts_per_step * (int(totals.step) + 1)
+        states = {"consumed": consumed, "dropped": sum(row.groups for row in dropped)}
+        states |= {state: opened[state].groups if state in opened else 0 for state in ("leased", "scored")}
         return Progress(
             step=0 if finished is None else finished + 1,
             steps=run.steps,
             groups=states,
-            dropped=by_reason,
-            outcomes={outcome.value: int(count or 0) for outcome, count in zip(Outcome, answers, strict=True)},
-            quarantined_prompts=int(quarantined or 0),
-            response_tokens=int(tokens or 0),
-            consumed=states["consumed"],
-            max_staleness_seen=int(staleness or 0),
-            latest_version=live[0] if live else None,
-            reward_mean=reward,
+            dropped={row.reason: row.groups for row in dropped},
+            outcomes={outcome.value: _answers(outcome, totals, opened.get("scored")) for outcome in Outcome},
+            quarantined_prompts=sum(row.quarantined_prompts for row in dropped),
+            response_tokens=totals.response_tokens if totals else 0,
+            consumed=consumed,
+            max_staleness_seen=totals.max_staleness if totals else 0,
+            latest_version=latest,
+            reward_mean=totals.reward_mean if totals else None,
         )
 
 
-def _counts(connection: Connection, column: Column[str], *conditions: ColumnElement[bool]) -> dict[str, int]:
-    rows = connection.execute(select(column, func.count()).where(*conditions).group_by(column))
-    return {row[0]: row[1] for row in rows}
+def _evaluation_for(connection: Connection, actor: Actor, loaded_version: int) -> str | None:
+    """The purpose of the evaluation that this replica, which must be current, may take on or has taken on."""
+    require_active(connection, actor)
+    if usable_version(connection, actor, loaded_version) != loaded_version:
+        return None
+    is_own = and_(*rows_of(actor, evaluations), evaluations.c.state == "claimed")
+    of_version = (evaluations.c.run_id == actor.run_id, evaluations.c.version == loaded_version)
+    query = select(evaluations.c.purpose).where(*of_version, or_(evaluations.c.state == "requested", is_own))
+    return connection.scalar(query.order_by(evaluations.c.purpose).limit(1))
+
+
+def _open_by_state(connection: Connection, run_id: str) -> dict[str, Row[Any]]:
+    """Number of open groups, and the sums of their answers by outcome, for each state there is."""
+    sums = [func.sum(groups.c[f"{outcome}_answers"]).label(f"{outcome}_answers") for outcome in Outcome]
+    query = select(groups.c.state, func.count().label("groups"), *sums).where(groups.c.run_id == run_id, is_open)
+    return {row.state: row for row in connection.execute(query.group_by(groups.c.state))}
+
+
+def _answers(outcome: Outcome, *rows: Row[Any] | None) -> int:
+    return sum(int(row._mapping[f"{outcome}_answers"]) for row in rows if row is not None)

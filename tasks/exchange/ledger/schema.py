@@ -3,13 +3,19 @@
 - a group is one row with at most one `step`, so it is consumed at most once in the surviving lineage;
 - a prompt has at most one group that is not dropped (`one_group_per_prompt`), so no prompt is trained on twice;
 - a place in a step's batch holds one group (`one_group_per_place`);
+- an attempt has at most one open lease under a key of its own (`open_groups`), so a lease asked for again is the same;
 - a policy version is (lineage, number) for ever.
+
+And their indexes make every transition search only what is open, live or new, however much the run has behind it.
 """
+
+from typing import Any
 
 from sqlalchemy import (
     BigInteger,
     CheckConstraint,
     Column,
+    ColumnElement,
     Float,
     ForeignKey,
     ForeignKeyConstraint,
@@ -19,6 +25,7 @@ from sqlalchemy import (
     String,
     Table,
     Text,
+    literal_column,
 )
 
 SCHEMA_VERSION = 4
@@ -32,6 +39,18 @@ schema_info = Table("schema_info", metadata, Column("version", Integer, primary_
 
 def _run_key() -> Column[str]:
     return Column("run_id", String, ForeignKey("runs.run_id"), primary_key=True)
+
+
+def in_states(column: Column[str], *states: str) -> ColumnElement[bool]:
+    """Whether a row is in one of these states, with the states spelled out in the statement.
+
+    A partial index is used only by a statement that shows the index's own condition; bound parameters hide it.
+    """
+    return column.in_([literal_column(f"'{state}'") for state in states])
+
+
+def _partial_index(name: str, *columns: Column[Any], where: ColumnElement[bool], unique: bool = False) -> None:
+    Index(name, *columns, unique=unique, sqlite_where=where, postgresql_where=where)
 
 
 def _actor_keys(primary: bool) -> list[Column[str] | Column[int]]:
@@ -107,6 +126,11 @@ policy_versions = Table(
     Column("created_s", Float, nullable=False),
     CheckConstraint("state IN ('live', 'retired', 'abandoned')", name="version_state"),
 )
+is_live = in_states(policy_versions.c.state, "live")
+survives = in_states(policy_versions.c.state, "live", "retired")
+_version_order = (policy_versions.c.run_id, policy_versions.c.number, policy_versions.c.lineage)
+_partial_index("live_versions", *_version_order, where=is_live)
+_partial_index("surviving_versions", *_version_order, where=survives)
 
 weight_claims = Table(
     "weight_claims",
@@ -129,9 +153,10 @@ prompts = Table(
     Column("failed_attempts", Integer, nullable=False),
     Column("question_key", String),
     CheckConstraint("state IN ('waiting', 'held', 'quarantined')", name="prompt_state"),
-    Index("prompts_by_state", "run_id", "state", "prompt_index"),
     Index("prompts_by_question", "run_id", "question_key", "state"),
 )
+is_waiting = in_states(prompts.c.state, "waiting")
+_partial_index("waiting_prompts", prompts.c.run_id, prompts.c.prompt_index, where=is_waiting)
 
 groups = Table(
     "groups",
@@ -142,6 +167,7 @@ groups = Table(
     Column("lineage", Integer, nullable=False),
     Column("state", String, nullable=False),
     *_actor_keys(primary=False),
+    Column("lease_key", String, nullable=False),
     Column("version", Integer, nullable=False),
     Column("newest_version", Integer),
     Column("step", Integer),
@@ -161,18 +187,50 @@ groups = Table(
     CheckConstraint("(step IS NULL) = (place IS NULL)", name="step_has_place"),
     CheckConstraint("(state = 'dropped') = (drop_reason IS NOT NULL)", name="dropped_has_reason"),
     CheckConstraint("step IS NULL OR version <= step", name="version_not_after_step"),
-    Index("groups_by_state", "run_id", "state"),
-    Index("one_group_per_place", "run_id", "step", "place", unique=True),
 )
-_not_dropped = groups.c.state != "dropped"
-Index(
-    "one_group_per_prompt",
-    groups.c.run_id,
-    groups.c.prompt_index,
+is_open = in_states(groups.c.state, "leased", "scored")
+_partial_index(
+    "open_groups",
+    *(groups.c.run_id, groups.c.role, groups.c.slot, groups.c.attempt, groups.c.lease_key),
+    where=is_open,
     unique=True,
-    sqlite_where=_not_dropped,
-    postgresql_where=_not_dropped,
 )
+_partial_index(
+    "one_group_per_place",
+    *(groups.c.run_id, groups.c.step, groups.c.place),
+    where=groups.c.step.is_not(None),
+    unique=True,
+)
+_partial_index(
+    "one_group_per_prompt", groups.c.run_id, groups.c.prompt_index, where=groups.c.state != "dropped", unique=True
+)
+
+consumed_steps = Table(
+    "consumed_steps",
+    metadata,
+    _run_key(),
+    Column("step", Integer, primary_key=True),
+    Column("reward_mean", Float),
+    Column("max_staleness", Integer, nullable=False),
+    Column("response_tokens", BigInteger, nullable=False),
+    Column("scored_answers", BigInteger, nullable=False),
+    Column("truncated_answers", BigInteger, nullable=False),
+    Column("timeout_answers", BigInteger, nullable=False),
+    Column("error_answers", BigInteger, nullable=False),
+)
+"""The steps that have consumed their groups; the last one says which is next. `reward_mean` is over the groups of the
+step, all else over those of all steps up to and with it, so that a resume takes the totals back with the rows."""
+
+drops = Table(
+    "drops",
+    metadata,
+    _run_key(),
+    Column("reason", String, primary_key=True),
+    Column("groups", Integer, nullable=False),
+    Column("quarantined_prompts", Integer, nullable=False),
+)
+"""How many groups were dropped for a reason, and how many prompts that brought into quarantine: what no resume takes
+back, and so the only counts that stand beside the rows they count."""
 
 evaluations = Table(
     "evaluations",
@@ -185,19 +243,21 @@ evaluations = Table(
     Column("result_json", Text),
     CheckConstraint("state IN ('requested', 'claimed', 'done')", name="evaluation_state"),
     CheckConstraint("(state = 'done') = (result_json IS NOT NULL)", name="done_has_result"),
+    Index("evaluations_by_version", "run_id", "version", "purpose"),
 )
 
 spans = Table(
     "spans",
     metadata,
     Column("span_id", Integer, primary_key=True, autoincrement=True),
-    Column("run_id", String, ForeignKey("runs.run_id"), nullable=False, index=True),
+    Column("run_id", String, ForeignKey("runs.run_id"), nullable=False),
     Column("role", String, nullable=False),
     Column("slot", Integer, nullable=False),
     Column("attempt", Integer, nullable=False),
     Column("kind", String, nullable=False),
     Column("start_s", Float, nullable=False),
     Column("end_s", Float, nullable=False),
+    Index("spans_by_end", "run_id", "end_s"),
 )
 
 steps = Table(

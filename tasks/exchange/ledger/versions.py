@@ -1,15 +1,18 @@
 """The ledger's policy versions: which exist, which a replica is about to read, which may be deleted.
 
 A version is live until it is retired (its files may go) or abandoned (a resume went back behind it). Retiring and
-claiming are transactions on the same rows, so the files that a claim names are not deleted under the reader.
+claiming are transactions on the same rows, so the files that a claim names are not deleted under the reader. What is
+gone from storage is not asked about again: the caller names what it found there.
 """
 
-from sqlalchemy import Connection, delete, func, insert, select, update
+from collections.abc import Collection
+
+from sqlalchemy import Connection, Select, delete, func, insert, select, update
 
 from tasks.exchange.ledger.database import Database, now_s
 from tasks.exchange.ledger.fence import require_active, rows_of, run_of
 from tasks.exchange.ledger.rows import Actor
-from tasks.exchange.ledger.schema import actors, policy_versions, weight_claims
+from tasks.exchange.ledger.schema import actors, is_live, policy_versions, weight_claims
 
 
 class Weights(Database):
@@ -46,7 +49,7 @@ class Weights(Database):
     def latest_version(self, run_id: str) -> tuple[int, int] | None:
         """(lineage, number) of the newest live version, or None before there is one."""
         with self.read() as connection:
-            return next(iter(live_versions(connection, run_id)), None)
+            return newest_live_version(connection, run_id)
 
     def claim_version(self, actor: Actor, lineage: int, number: int) -> bool:
         """Say that the actor is about to read a version, so that its files stay.
@@ -87,12 +90,19 @@ class Weights(Database):
         with self.read() as connection:
             return _claimed(connection, run_id)
 
-    def retire_versions(self, actor: Actor, keep_newest: int) -> set[tuple[int, int]]:
+    def retire_versions(
+        self, actor: Actor, keep_newest: int, found: Collection[tuple[int, int]]
+    ) -> set[tuple[int, int]]:
         """Retire all live versions except the newest `keep_newest` and the claimed ones.
 
+        Args:
+            actor: the trainer.
+            keep_newest: at least 1.
+            found: (lineage, number) of the versions whose files are on storage, see `weights.found_versions`.
+
         Returns:
-            The retired and abandoned versions that nobody claims, for `weights.delete_unused`: nobody can claim them
-            any more, so their files may go however late the caller deletes them.
+            Those of `found` that are retired or abandoned and that nobody claims, for `weights.delete_unused`: nobody
+            can claim them any more, so their files may go however late the caller deletes them.
 
         Raises:
             Fenced: this trainer is no longer current.
@@ -101,9 +111,8 @@ class Weights(Database):
             raise ValueError("the newest version is always kept: replicas are about to load it")
         with self.write(actor.run_id) as connection:
             require_active(connection, actor)
-            live = live_versions(connection, actor.run_id)
             claimed = _claimed(connection, actor.run_id)
-            for lineage, number in set(live[keep_newest:]) - claimed:
+            for lineage, number in set(_live_versions(connection, actor.run_id)[keep_newest:]) - claimed:
                 connection.execute(
                     update(policy_versions)
                     .where(
@@ -113,22 +122,18 @@ class Weights(Database):
                     )
                     .values(state="retired")
                 )
-            over = connection.execute(
-                select(policy_versions.c.lineage, policy_versions.c.number).where(
-                    policy_versions.c.run_id == actor.run_id, policy_versions.c.state != "live"
-                )
-            )
-            return {(row.lineage, row.number) for row in over} - claimed
+            unclaimed = set(found) - claimed
+            return {
+                version
+                for version in unclaimed
+                if _state_of(connection, actor.run_id, *version) in ("retired", "abandoned")
+            }
 
 
-def live_versions(connection: Connection, run_id: str) -> list[tuple[int, int]]:
-    """(lineage, number) of the live versions, newest first."""
-    rows = connection.execute(
-        select(policy_versions.c.lineage, policy_versions.c.number)
-        .where(policy_versions.c.run_id == run_id, policy_versions.c.state == "live")
-        .order_by(policy_versions.c.number.desc(), policy_versions.c.lineage.desc())
-    )
-    return [(row.lineage, row.number) for row in rows]
+def newest_live_version(connection: Connection, run_id: str) -> tuple[int, int] | None:
+    """(lineage, number) of the newest live version, or None before there is one."""
+    newest = connection.execute(_live(run_id).limit(1)).one_or_none()
+    return None if newest is None else (newest.lineage, newest.number)
 
 
 def usable_version(connection: Connection, actor: Actor, said: int) -> int | None:
@@ -153,6 +158,19 @@ def newest_possible_version(connection: Connection, actor: Actor) -> int:
     """The newest version number that a token of this replica can have: claims come before loads and outlive them."""
     newest = connection.scalar(select(func.max(weight_claims.c.number)).where(*rows_of(actor, weight_claims)))
     return newest or 0
+
+
+def _live(run_id: str) -> Select[tuple[int, int]]:
+    """The live versions, newest first: as many as retention keeps and readers claim."""
+    return (
+        select(policy_versions.c.lineage, policy_versions.c.number)
+        .where(policy_versions.c.run_id == run_id, is_live)
+        .order_by(policy_versions.c.number.desc(), policy_versions.c.lineage.desc())
+    )
+
+
+def _live_versions(connection: Connection, run_id: str) -> list[tuple[int, int]]:
+    return [(row.lineage, row.number) for row in connection.execute(_live(run_id))]
 
 
 def _state_of(connection: Connection, run_id: str, lineage: int, number: int) -> str | None:

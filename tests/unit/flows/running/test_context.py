@@ -59,7 +59,7 @@ def test_a_resume_fences_what_the_dead_attempt_left(settings: Settings, experime
     run = open_run(experiment, None, "flow-1")
     orphan = run.ledger.register(run.run_id, "replica", 1, pid=1, machine="here")
     run.ledger.heartbeat(orphan)
-    assert run.ledger.lease_group(orphan, 0) is not None
+    assert run.ledger.lease_group(orphan, 0, "lease") is not None
     assert run.ledger.claim_evaluation(orphan, 0) is not None
     run.ledger.finish(run.supervisor, "failed")  # as a crash does after SUPERVISOR_SILENCE_S
 

@@ -114,7 +114,7 @@ def finish_run(launcher: FakeLauncher) -> None:
         ledger.set_loaded(replica, 0, 0)
         assert ledger.claim_evaluation(replica, 0)
         ledger.record_evaluation(replica, "before", json.dumps({}))
-        lease = ledger.lease_group(replica, 0)
+        lease = ledger.lease_group(replica, 0, "lease")
         assert lease is not None
         ledger.complete_group(replica, lease.group_id, 0, 1.0, {"scored": 2}, 4)
         assert ledger.take_groups(trainer, 0)

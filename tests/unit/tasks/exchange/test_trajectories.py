@@ -9,7 +9,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tasks.exchange.layout import RunDirectory
-from tasks.exchange.trajectories import Group, Outcome, Segment, Trajectory, delete_payloads, load_group, save_group
+from tasks.exchange.trajectories import (
+    Group,
+    Outcome,
+    Segment,
+    Trajectory,
+    delete_payloads,
+    found_payloads,
+    load_group,
+    save_group,
+)
 
 TOKENS = st.lists(st.tuples(st.integers(0, 200_000), st.floats(-50, 0, width=32)), max_size=5)
 
@@ -116,5 +125,7 @@ def test_only_disposable_payloads_are_deleted(tmp_path: Path) -> None:
     run.create()
     for group_id in (1, 2, 3):
         save_group(run.group_path(group_id), Group(group_id, 0, (), ()))
-    assert delete_payloads(run, {1, 3, 7}) == [1, 3]
-    assert [path.name for path in run.trajectories.iterdir()] == [run.group_path(2).name]
+    (run.trajectories / "not-a-payload").touch()
+    assert found_payloads(run) == [1, 2, 3]
+    delete_payloads(run, {1, 3, 7})
+    assert found_payloads(run) == [2]

@@ -8,7 +8,14 @@ import pytest
 
 from tasks.exchange.files import temporary_sibling
 from tasks.exchange.layout import RunDirectory
-from tasks.exchange.weights import MANIFEST, WeightsCorrupt, delete_unused, publish_weights, verify_weights
+from tasks.exchange.weights import (
+    MANIFEST,
+    WeightsCorrupt,
+    delete_unused,
+    found_versions,
+    publish_weights,
+    verify_weights,
+)
 
 
 def fill(path: Path) -> None:
@@ -82,6 +89,7 @@ def test_directory_without_weights_is_not_published(run: RunDirectory) -> None:
 def test_unused_versions_and_left_overs_are_deleted(run: RunDirectory) -> None:
     paths = [publish_weights(run, 0, number, fill) for number in range(4)]
     (run.weights / ".lineage-000-version-000004.abc.tmp").mkdir()
+    assert found_versions(run) == [(0, 0), (0, 1), (0, 2), (0, 3)]
     assert delete_unused(run, 0, {(0, 0), (0, 2), (0, 9)}) == [paths[0], paths[2]]
     assert sorted(run.weights.iterdir()) == [paths[1], paths[3]]
 

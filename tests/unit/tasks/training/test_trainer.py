@@ -59,7 +59,9 @@ class FakeReplica(threading.Thread):
             if latest is not None and latest != loaded and self._ledger.claim_version(actor, *latest):
                 self._ledger.set_loaded(actor, *latest)
                 loaded = latest
-            lease = self._ledger.lease_group(actor, loaded[1]) if loaded and self._limit else None
+            if loaded is None or not self._limit:
+                continue
+            lease = self._ledger.lease_group(actor, loaded[1], f"lease-{self._limit}")
             if lease is None:
                 continue
             self._limit -= 1

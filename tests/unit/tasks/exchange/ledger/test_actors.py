@@ -3,7 +3,7 @@
 import pytest
 
 from tasks.exchange.ledger import Actor, Fenced, Ledger
-from tests.support.ledger import RUN, lease, load, score, states
+from tests.support.ledger import RUN, ask, lease, load, score, states
 
 
 def test_a_replaced_replica_can_write_nothing_and_its_prompts_are_leased_again(
@@ -20,7 +20,7 @@ def test_a_replaced_replica_can_write_nothing_and_its_prompts_are_leased_again(
     for write in (
         lambda: ledger.heartbeat(replica),
         lambda: ledger.finish(replica, "done"),
-        lambda: ledger.lease_group(replica, 0),
+        lambda: ask(ledger, replica, 0),
         lambda: score(ledger, replica, leased),
         lambda: ledger.drop_group(replica, leased.group_id, "aborted"),
         lambda: ledger.claim_version(replica, 0, 0),
@@ -40,7 +40,7 @@ def test_a_replaced_trainer_can_neither_publish_nor_consume(ledger: Ledger, trai
     for write in (
         lambda: ledger.take_groups(trainer, 0),
         lambda: ledger.record_version(trainer, 1, "path-1"),
-        lambda: ledger.retire_versions(trainer, 1),
+        lambda: ledger.retire_versions(trainer, 1, []),
         lambda: ledger.record_step(trainer, 0, "{}"),
         lambda: ledger.resume_from(RUN, 0, trainer),
     ):
@@ -69,7 +69,7 @@ def test_slots_do_not_fence_each_other(ledger: Ledger, trainer: Actor, replica: 
     ledger.fence(RUN, "replica", 1)
     assert score(ledger, replica, leased)
     with pytest.raises(Fenced):
-        ledger.lease_group(other, 0)
+        ask(ledger, other, 0)
 
 
 def test_a_heartbeat_renews_and_the_end_is_final(ledger: Ledger, trainer: Actor, replica: Actor) -> None:
@@ -86,4 +86,4 @@ def test_a_heartbeat_renews_and_the_end_is_final(ledger: Ledger, trainer: Actor,
     assert states(ledger) == [(0, "dropped", "lease_lost")]
     ledger.record_span(replica, "busy", 1.0)  # the last one is written after the work
     with pytest.raises(Fenced, match="has ended as done"):
-        ledger.lease_group(replica, 0)
+        ask(ledger, replica, 0)

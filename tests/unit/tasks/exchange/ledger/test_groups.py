@@ -6,7 +6,7 @@ from sqlalchemy.exc import IntegrityError
 
 from tasks.exchange.ledger import Actor, Fenced, Ledger
 from tasks.exchange.ledger.schema import groups
-from tests.support.ledger import ETA, RUN, B, lease, load, score, states, take
+from tests.support.ledger import ETA, RUN, B, ask, lease, load, score, states, take
 
 # Admission
 
@@ -15,27 +15,27 @@ def test_the_gate_shuts_at_the_bound_and_opens_with_a_newer_version(
     ledger: Ledger, trainer: Actor, replica: Actor
 ) -> None:
     assert [lease(ledger, replica).prompt_index for _ in range(B * (ETA + 1))] == [0, 1, 2, 3]
-    assert ledger.lease_group(replica, 0) is None
+    assert ask(ledger, replica, 0) is None
     ledger.record_version(trainer, 1, "path-1")
-    assert ledger.lease_group(replica, 0) is None  # published, but not loaded here
+    assert ask(ledger, replica, 0) is None  # published, but not loaded here
     load(ledger, replica, (0, 1))
     assert [lease(ledger, replica, 1).version for _ in range(B)] == [1, 1]
-    assert ledger.lease_group(replica, 1) is None  # all groups of the run are out
+    assert ask(ledger, replica, 1) is None  # all groups of the run are out
     load(ledger, replica, (0, 1))
-    assert ledger.lease_group(replica, 1) is None
+    assert ask(ledger, replica, 1) is None
 
 
 def test_a_version_that_was_not_reported_opens_nothing(ledger: Ledger, trainer: Actor, replica: Actor) -> None:
     for _ in range(B * (ETA + 1)):
         lease(ledger, replica)
-    assert ledger.lease_group(replica, 5) is None
+    assert ask(ledger, replica, 5) is None
 
 
 def test_nothing_is_leased_unless_the_run_is_running(ledger: Ledger, trainer: Actor, replica: Actor) -> None:
     ledger.set_run_state(RUN, "cancelled")
-    assert ledger.lease_group(replica, 0) is None
+    assert ask(ledger, replica, 0) is None
     ledger.reopen_run(RUN, "flow-2")
-    assert ledger.lease_group(replica, 0) is not None
+    assert ask(ledger, replica, 0) is not None
     run = ledger.find_run(flow_run_id="flow-2")
     assert run is not None
     assert run.state == "running"

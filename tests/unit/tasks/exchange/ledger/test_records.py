@@ -9,6 +9,9 @@ from tasks.exchange.ledger import Actor, Ledger
 from tasks.exchange.ledger.database import now_s
 from tests.support.ledger import RUN, STEPS, load, run_two_steps
 
+VERSIONS = [(0, number) for number in range(4)]
+"""Those whose files are on storage."""
+
 # Weights
 
 
@@ -18,11 +21,11 @@ def test_a_claimed_version_is_not_retired_and_a_retired_one_not_claimed(
     assert ledger.claim_version(replica, 0, 0)
     for number in (1, 2, 3):
         ledger.record_version(trainer, number, f"path-{number}")
-    assert ledger.retire_versions(trainer, keep_newest=1) == {(0, 1), (0, 2)}
+    assert ledger.retire_versions(trainer, 1, VERSIONS) == {(0, 1), (0, 2)}
     assert not ledger.claim_version(replica, 0, 2)
     load(ledger, replica, (0, 3))
     assert ledger.claimed_versions(RUN) == {(0, 3)}
-    assert ledger.retire_versions(trainer, keep_newest=1) == {(0, 0), (0, 1), (0, 2)}
+    assert ledger.retire_versions(trainer, 1, VERSIONS) == {(0, 0), (0, 1), (0, 2)}
     assert [row.loaded_version for row in ledger.actors(RUN)] == [(0, 3), None]
 
 
@@ -31,9 +34,9 @@ def test_an_abandoned_version_goes_when_its_last_reader_has_left(
 ) -> None:
     run_two_steps(ledger, trainer, replica)
     ledger.resume_from(RUN, 1, trainer)
-    assert ledger.retire_versions(trainer, keep_newest=2) == set()
+    assert ledger.retire_versions(trainer, 2, VERSIONS) == set()
     ledger.fence(RUN, "replica", 0)
-    assert ledger.retire_versions(trainer, keep_newest=2) == {(0, 2)}
+    assert ledger.retire_versions(trainer, 2, VERSIONS) == {(0, 2)}
 
 
 def test_versions_are_recorded_once(ledger: Ledger, trainer: Actor, replica: Actor) -> None:
@@ -97,6 +100,6 @@ def test_spans_and_steps_are_on_the_ledgers_clock(ledger: Ledger, trainer: Actor
 def test_disposable_payloads_wait_for_a_checkpoint(ledger: Ledger, trainer: Actor, replica: Actor) -> None:
     run_two_steps(ledger, trainer, replica)
     ledger.drop_group(replica, 6, "aborted")
-    assert ledger.disposable_groups(RUN, keep_steps=1, checkpoint_step=0) == {6}
-    assert ledger.disposable_groups(RUN, keep_steps=1, checkpoint_step=2) == {1, 2, 6}
-    assert ledger.disposable_groups(RUN, keep_steps=2, checkpoint_step=2) == {6}
+    assert ledger.disposable_groups(RUN, range(1, 9), keep_steps=1, checkpoint_step=0) == {6}
+    assert ledger.disposable_groups(RUN, range(1, 9), keep_steps=1, checkpoint_step=2) == {1, 2, 6}
+    assert ledger.disposable_groups(RUN, range(1, 9), keep_steps=2, checkpoint_step=2) == {6}

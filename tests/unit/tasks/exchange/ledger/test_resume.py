@@ -4,7 +4,7 @@ import pytest
 
 from planners.errors import UserError
 from tasks.exchange.ledger import Actor, Fenced, Ledger
-from tests.support.ledger import RUN, B, lease, load, run_two_steps, score, states, take
+from tests.support.ledger import RUN, B, ask, lease, load, run_two_steps, score, states, take
 
 
 def test_resume_takes_back_what_came_after_the_checkpoint(ledger: Ledger, trainer: Actor, replica: Actor) -> None:
@@ -20,7 +20,7 @@ def test_resume_takes_back_what_came_after_the_checkpoint(ledger: Ledger, traine
     ]
     assert ledger.latest_version(RUN) == (0, 1)
     assert [row.step for row in ledger.steps(RUN)] == [0]
-    assert ledger.lease_group(replica, 2) is None  # its policy is no more
+    assert ask(ledger, replica, 2) is None  # its policy is no more
     ledger.record_version(trainer, 1, "path")
     assert ledger.latest_version(RUN) == (1, 1)
     load(ledger, replica, (1, 1))

@@ -1,0 +1,223 @@
+"""A small world on a real ledger, for the property tests: lagging, dying replicas, a trainer that crashes and resumes.
+
+The model beside the ledger knows what the ledger cannot: the true (lineage, number) of every token, and what lies on
+storage. Every method of `World` is one thing that can happen, and checks what must hold of it. Answers of the ledger
+are lost at random, and what was asked is asked again.
+"""
+
+import random
+from dataclasses import dataclass, field
+
+import pytest
+
+from tasks.exchange.ledger import Actor, Fenced, Lease, Ledger
+
+Version = tuple[int, int]
+
+
+@dataclass
+class Replica:
+    actor: Actor
+    engine: Version = (0, 0)
+    claimed: Version | None = None
+    loading: bool = False
+    in_flight: dict[int, list[Version]] = field(default_factory=dict)
+    leases: int = 0
+
+
+class World:
+    """Replicas and a trainer on one ledger; every method is one thing that can happen."""
+
+    def __init__(self, ledger: Ledger, run_id: str, sizes: tuple[int, int, int], replicas: int, dice: random.Random):
+        self.ledger, self.run_id, self.dice = ledger, run_id, dice
+        self.prompts_per_step, self.max_staleness, self.steps = sizes
+        ledger.create_run(run_id, *sizes, max_attempts_per_prompt=2)
+        self.trainer = self.register("trainer", 0)
+        self.lineage, self.trained, self.taken = 0, 0, False
+        self.live: set[Version] = set()
+        self.files: set[Version] = set()
+        self.consumed: dict[int, list[int]] = {}
+        self.tokens: dict[int, list[Version]] = {}
+        self.prompt_of: dict[int, int] = {}
+        self.publish()
+        self.replicas = [Replica(self.register("replica", slot)) for slot in range(replicas)]
+
+    def register(self, role: str, slot: int) -> Actor:
+        return self.ledger.register(self.run_id, role, slot, pid=1, machine="here")
+
+    @property
+    def finished(self) -> bool:
+        return self.trained == self.steps
+
+    # The trainer
+
+    def publish(self) -> None:
+        version = (self.lineage, self.trained)
+        self.ledger.record_version(self.trainer, self.trained, "path")
+        self.live.add(version)
+        self.files.add(version)
+        unused = self.ledger.retire_versions(self.trainer, self.dice.choice([1, 2]), self.files)
+        assert version not in unused
+        assert unused <= self.files
+        self.files -= {gone for gone in unused if self.dice.random() < 0.8}
+        assert unused.isdisjoint({replica.claimed for replica in getattr(self, "replicas", [])})
+
+    def take(self) -> bool:
+        if self.finished or self.taken:
+            return False
+        rows = self.ledger.take_groups(self.trainer, self.trained)
+        if rows is None:
+            return False
+        assert self.ledger.take_groups(self.trainer, self.trained) == rows
+        self.consumed[self.trained] = [row.group_id for row in rows]
+        every = [group_id for step in self.consumed.values() for group_id in step]
+        assert len(rows) == self.prompts_per_step
+        assert len(set(every)) == len(every) == len({self.prompt_of[group_id] for group_id in every})
+        for row in rows:
+            assert set(self.tokens[row.group_id]) <= self.live
+            for _, number in self.tokens[row.group_id]:
+                assert 0 <= self.trained - number <= self.max_staleness
+        self.taken = True
+        return True
+
+    def train(self) -> bool:
+        if not self.taken:
+            return False
+        self.trained, self.taken = self.trained + 1, False
+        self.publish()
+        return True
+
+    def crash_and_resume(self) -> bool:
+        zombie, step = self.trainer, self.dice.randint(0, self.trained)
+        self.trainer = self.register("trainer", 0)
+        for write in (
+            lambda: self.ledger.take_groups(zombie, self.trained),
+            lambda: self.ledger.record_version(zombie, self.trained + 1, "path"),
+            lambda: self.ledger.resume_from(self.run_id, 0, zombie),
+        ):
+            with pytest.raises(Fenced):
+                write()
+        self.lineage = self.ledger.resume_from(self.run_id, step, self.trainer)
+        self.trained, self.taken = step, False
+        self.live = {version for version in self.live if version[1] <= step}
+        self.consumed = {taken: groups for taken, groups in self.consumed.items() if taken < step}
+        self.publish()
+        return True
+
+    # The replicas
+
+    def claim(self, replica: Replica) -> bool:
+        latest = self.ledger.latest_version(self.run_id)
+        assert latest is not None
+        if replica.loading or latest == replica.engine or not self.ledger.claim_version(replica.actor, *latest):
+            return False
+        replica.claimed, replica.loading = latest, True
+        return True
+
+    def load(self, replica: Replica) -> bool:
+        if not replica.loading or replica.claimed is None or replica.engine == replica.claimed:
+            return False
+        replica.engine = replica.claimed
+        for group_id in replica.in_flight:
+            kept = self.tokens[group_id] if self.dice.random() < 0.8 else []  # `continue`, or `restart`
+            self.tokens[group_id] = [*kept, replica.engine]
+        return True
+
+    def report_loaded(self, replica: Replica) -> bool:
+        if not replica.loading or replica.engine != replica.claimed:
+            return False
+        self.ledger.set_loaded(replica.actor, *replica.engine)
+        replica.loading = False
+        return True
+
+    def ask(self, replica: Replica) -> Lease | None:
+        return self.ledger.lease_group(replica.actor, replica.engine[1], f"lease-{replica.leases}")
+
+    def lease(self, replica: Replica) -> bool:
+        lease = self.ask(replica)
+        if lease is None:
+            return False
+        if self.dice.random() < 0.3:
+            assert self.ask(replica) == lease
+        replica.leases += 1
+        assert isinstance(lease, Lease)
+        assert lease.group_id not in self.prompt_of
+        self.prompt_of[lease.group_id] = lease.prompt_index
+        self.tokens[lease.group_id] = [replica.engine]
+        replica.in_flight[lease.group_id] = self.tokens[lease.group_id]
+        return True
+
+    def complete(self, replica: Replica) -> bool:
+        if not replica.in_flight:
+            return False
+        group_id = self.dice.choice(list(replica.in_flight))
+        del replica.in_flight[group_id]
+        numbers = [number for _, number in self.tokens[group_id]]
+        newest = max(numbers) if self.dice.random() < 0.5 else None
+        facts = {"oldest_version": min(numbers), "reward_mean": 0.5, "counts": {"scored": 2}, "response_tokens": 9}
+        kept = self.ledger.complete_group(replica.actor, group_id, **facts, newest_version=newest)
+        assert self.ledger.complete_group(replica.actor, group_id, **facts, newest_version=newest) == kept
+        return True
+
+    def drop(self, replica: Replica) -> bool:
+        if not replica.in_flight:
+            return False
+        group_id = self.dice.choice(list(replica.in_flight))
+        del replica.in_flight[group_id]
+        reason = self.dice.choice(["too_few_scored", "aborted"])
+        self.ledger.drop_group(replica.actor, group_id, reason)
+        return True
+
+    def die_and_return(self, replica: Replica) -> bool:
+        zombie = replica.actor
+        if self.dice.random() < 0.5:
+            self.ledger.fence(self.run_id, "replica", zombie.slot)
+        else:
+            replica.actor = self.register("replica", zombie.slot)
+        with pytest.raises(Fenced):
+            self.ledger.lease_group(zombie, 0, f"lease-{replica.leases}")
+        for group_id in replica.in_flight:
+            with pytest.raises(Fenced):
+                self.ledger.complete_group(zombie, group_id, 0, 0.5, {}, 9)
+        if replica.actor == zombie:
+            replica.actor = self.register("replica", zombie.slot)
+        replica.in_flight, replica.claimed, replica.loading = {}, None, False
+        latest = self.ledger.latest_version(self.run_id)
+        assert latest is not None
+        assert self.ledger.claim_version(replica.actor, *latest)
+        self.ledger.set_loaded(replica.actor, *latest)
+        replica.engine = replica.claimed = latest
+        return True
+
+    # Schedules
+
+    def random_action(self, with_failures: bool) -> bool:
+        replica = self.dice.choice(self.replicas)
+        if with_failures and self.dice.random() < 0.15:
+            failures = [self.crash_and_resume, lambda: self.drop(replica), lambda: self.die_and_return(replica)]
+            return self.dice.choice(failures)()
+        actions = [
+            self.take,
+            self.train,
+            lambda: self.claim(replica),
+            lambda: self.load(replica),
+            lambda: self.report_loaded(replica),
+            lambda: self.upgrade(replica),
+            lambda: self.lease(replica),
+            lambda: self.lease(replica),
+            lambda: self.complete(replica),
+        ]
+        return self.dice.choice(actions)()
+
+    def upgrade(self, replica: Replica) -> bool:
+        return self.claim(replica) | self.load(replica) | self.report_loaded(replica)
+
+    def fair_round(self) -> bool:
+        moved = False
+        for replica in self.replicas:
+            moved |= self.upgrade(replica)
+            while self.lease(replica):
+                moved = True
+            while self.complete(replica):
+                moved = True
+        return self.take() | self.train() | moved
