@@ -263,7 +263,7 @@ def improve(devices: dict[str, DeviceType], plans: Plans) -> list[dict[str, Any]
                     "usd_per_h": plan.usd_per_h,
                     "gap": plan.gap,
                     "simulated": simulated.throughput_tokens_per_s / plan.throughput_tokens_per_s,
-                    "training": plan.training.layout,
+                    "training": plan.trainer.layout,
                     "rollout_devices": _by_type(plan),
                     "solve_s": plan.solve_s,
                 }
@@ -375,7 +375,7 @@ def main() -> None:
     for size in SIZES:
         for name, plan in plans[size].items():
             print(
-                f"  {size} {name}: {plan.training.layout}; generating {_by_type(plan)}; step {plan.step_s:.1f} s, "
+                f"  {size} {name}: {plan.trainer.layout}; generating {_by_type(plan)}; step {plan.step_s:.1f} s, "
                 f"{plan.throughput_tokens_per_s / 1e3:.2f} k-tokens/s, solved in {plan.solve_s:.1f} s"
             )
     improved = improve(devices, plans)

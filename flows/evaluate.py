@@ -15,7 +15,7 @@ from flows.preparation import discover, prepare
 from flows.running.children import on_devices, run_until_it_ends
 from planners.errors import UserError
 from planners.hardware.machine import Machine
-from planners.plan.actors import Placement
+from planners.plan.run import MachineShare
 from tasks.config.experiment import Experiment
 from tasks.config.settings import load_settings
 from tasks.exchange.layout import RunDirectory
@@ -36,15 +36,15 @@ def evaluate(experiment: Experiment = Experiment(), run: str | None = None) -> d
         experiment = run_experiment(RunDirectory(settings.runs / run), run)
     model_path = prepare(experiment)
     weights_path = Path(model_path) if run is None else newest_weights(Ledger(settings.ledger_url), run)
-    placement = evaluation_placement(discover(), experiment)
+    share = evaluation_share(discover(), experiment)
     with tempfile.TemporaryDirectory() as scratch:
         out = Path(scratch) / "rewards.json"
         argv = [sys.executable, "-m", "tasks.evaluation.process", "--experiment", experiment.model_dump_json()]
         argv += ["--model-path", model_path, "--weights-path", str(weights_path)]
-        argv += ["--kind", placement.kind, "--out", str(out)]
-        with on_devices(placement, "an evaluation"):
+        argv += ["--kind", share.kind, "--out", str(out)]
+        with on_devices(share, "an evaluation"):
             deadline_s = experiment.run.start_deadline_s + experiment.run.step_deadline_s
-            run_until_it_ends(argv, placement, settings.logs / "evaluate.log", deadline_s)
+            run_until_it_ends(argv, share, "the evaluation", settings.logs / "evaluate.log", deadline_s)
         rewards = json.loads(out.read_text())
     result = accuracy(run or experiment.model.source, rewards)
     create_table_artifact([result], key="evaluation", description="Mean reward on the held-out questions.")
@@ -89,7 +89,7 @@ def newest_weights(ledger: Ledger, run_id: str) -> Path:
     return path
 
 
-def evaluation_placement(machine: Machine, experiment: Experiment) -> Placement:
+def evaluation_share(machine: Machine, experiment: Experiment) -> MachineShare:
     """All devices of one allowed type on CPUs, one GPU where there are GPUs."""
     allowed = [
         device
@@ -103,9 +103,7 @@ def evaluation_placement(machine: Machine, experiment: Experiment) -> Placement:
         )
     first = allowed[0]
     same = [device.index for device in allowed if device.device_type == first.device_type]
-    return Placement(
-        role="rollout",
-        slot=0,
+    return MachineShare(
         machine=machine.name,
         device_type=first.device_type,
         kind=first.kind,

@@ -24,11 +24,10 @@ from prefect.exceptions import PrefectException
 
 from flows.running.context import RunContext
 from planners.hardware.profile import DeviceProfile
-from planners.plan.actors import Placement
 from planners.plan.explain import memory_table, money, seconds
 from planners.plan.plan import ClusterPlan
+from planners.plan.run import MachineShare
 from planners.search.make import rounded_down
-from planners.search.this_machine import placements
 from tasks.exchange.ledger import Progress
 from tasks.tracking.report import key_figures
 from tasks.tracking.tracker import Tracker
@@ -91,7 +90,8 @@ def show_profiles(profiles: Mapping[str, DeviceProfile]) -> None:
 def show_plan(plan: ClusterPlan) -> None:
     """A machine's plan: who stands where, the predicted figures with their bound, memory by part, and why."""
     create_table_artifact(
-        [_placement_row(placement) for placement in placements(plan).all],
+        [_actor_row("train", 0, share) for share in plan.trainer.machines]
+        + [_actor_row("rollout", replica.slot, replica, replica.concurrency) for replica in plan.replicas],
         key="plan",
         description=f"Predicted step: {plan.step_s:.1f} s, {plan.throughput_tokens_per_s:.1f} response tokens/s.",
     )
@@ -123,7 +123,7 @@ def _plan_figures(plan: ClusterPlan) -> dict[str, Any]:
         "publish s": seconds(plan.sync_train_s),
         "rollout s": seconds(plan.rollout_s),
         "load s": seconds(plan.sync_rollout_s),
-        "trains": plan.training.layout,
+        "trains": plan.trainer.layout,
         "replicas": len(plan.replicas),
         "gap": f"{plan.gap:.2%}",
     }
@@ -145,7 +145,7 @@ def show_cluster_plan(
                 "budget USD/h": round(budget, 2),
                 "response tokens/s": rounded_down(affordable.throughput_tokens_per_s),
                 "USD per million tokens": money(affordable.usd_per_million_tokens),
-                "trains": affordable.training.layout,
+                "trains": affordable.trainer.layout,
                 "replicas": len(affordable.replicas),
             }
             for budget, affordable in curve
@@ -160,14 +160,14 @@ def show_summary(summary: Mapping[str, Any], directory: Path) -> None:
     create_table_artifact(as_rows(key_figures(summary, directory)), key="summary", description=description)
 
 
-def _placement_row(placement: Placement) -> dict[str, Any]:
+def _actor_row(role: str, slot: int, share: MachineShare, concurrency: int | None = None) -> dict[str, Any]:
     return {
-        "role": placement.role,
-        "slot": placement.slot,
-        "machine": placement.machine,
-        "device type": placement.device_type,
-        "devices": ", ".join(map(str, placement.devices)),
-        "answers in flight": placement.concurrency or "",
+        "role": role,
+        "slot": slot,
+        "machine": share.machine,
+        "device type": share.device_type,
+        "devices": ", ".join(map(str, share.devices)),
+        "answers in flight": concurrency or "",
     }
 
 

@@ -55,7 +55,7 @@ def plan_on_this_machine(experiment: Experiment) -> dict[str, Any]:
     profiles = measure(experiment, machine, model_path)
     chosen = make_plan(experiment, machine, profiles, model_path)
     show_plan(chosen)
-    return chosen.model_dump(mode="json", include=SHOWN | {"training", "replicas"})
+    return chosen.model_dump(mode="json", include=SHOWN | {"trainer", "replicas"})
 
 
 def plan_for_cluster(experiment: Experiment, cluster: ClusterWish) -> dict[str, Any]:

@@ -20,9 +20,9 @@ from flows.running.ending import CancellationWatch, ignore_further_signals
 from flows.running.launcher import PrefectLauncher
 from flows.running.supervisor import Supervisor
 from planners.errors import UserError
-from planners.plan.actors import Placements
 from planners.plan.plan import ClusterPlan
-from planners.search.this_machine import placements
+from planners.plan.run import RunPlan
+from planners.search.this_machine import require_startable
 from tasks.config.experiment import Experiment
 from tasks.config.settings import Settings
 from tasks.exchange.files import write_atomic
@@ -70,11 +70,11 @@ def carry_out(run: RunContext, tracker: Tracker) -> dict[str, Any]:
     machine = discover()
     profiles = measure(run.experiment, machine, model_path)
     plan = make_plan(run.experiment, machine, profiles, model_path, run.resume_ranks)
-    record_plan(run, plan, tracker)
-    placed = placements(plan)
-    require_free(placed, run.settings)
+    require_startable(plan)
+    epoch = record_plan(run, plan, tracker)
+    require_free(plan, run.settings)
     try:
-        train_and_roll_out(run, placed, model_path)
+        train_and_roll_out(run, epoch, plan)
     finally:
         summary = report(run, plan, tracker)
     return summary
@@ -139,33 +139,33 @@ def has_completed(run: RunContext) -> bool:
     return row is not None and row.state == "completed"
 
 
-def record_plan(run: RunContext, plan: ClusterPlan, tracker: Tracker) -> None:
-    """Keep the plan with the run and as a plan epoch in the ledger, and show it."""
-    text = plan.model_dump_json(indent=2)
-    write_atomic(run.directory.plan, text.encode())
-    run.ledger.add_plan_epoch(run.run_id, text)
+def record_plan(run: RunContext, plan: ClusterPlan, tracker: Tracker) -> int:
+    """Keep the plan with the run and as a plan epoch in the ledger, and show it; returns the epoch."""
+    write_atomic(run.directory.plan, plan.model_dump_json(indent=2).encode())
+    epoch = run.ledger.add_plan_epoch(run.run_id, plan)
     tracker.log_artifact(run.directory.experiment)
     tracker.log_artifact(run.directory.plan)
     tracker.log({f"plan/predicted_{name}": value for name, value in predicted_times(plan).items()}, step=0)
     show_plan(plan)
+    return epoch
 
 
-def require_free(placed: Placements, settings: Settings) -> None:
+def require_free(plan: RunPlan, settings: Settings) -> None:
     """Refuse to start beside another run: its actors would wait for their devices one after the other.
 
     Raises:
         UserError: another run holds one of the plan's devices.
     """
-    for placement in placed.all:
-        with hold_devices(placement.kind, placement.devices, "a run that starts", settings, deadline_s=10.0):
+    for share in plan.shares:
+        with hold_devices(share.kind, share.devices, "a run that starts", settings, deadline_s=10.0):
             pass
 
 
-def train_and_roll_out(run: RunContext, placed: Placements, model_path: str) -> None:
+def train_and_roll_out(run: RunContext, epoch: int, plan: RunPlan) -> None:
     """Run the plan's actors until the last step is trained and evaluated; none is left on any way out."""
     with _without_repeats(), get_client(sync_client=True) as client:
-        launcher = PrefectLauncher(client, run.supervisor, model_path, run.settings.environment())
-        supervisor = Supervisor(run, placed, launcher, ProgressArtifact(run.run_id))
+        launcher = PrefectLauncher(client, run.supervisor, epoch, run.settings.environment())
+        supervisor = Supervisor(run, plan, launcher, ProgressArtifact(run.run_id))
         state = "failed"
         try:
             supervisor.run()

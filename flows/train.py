@@ -3,22 +3,32 @@
 from prefect import flow
 
 from flows.running.children import is_too_late, on_devices
-from planners.plan.actors import Placement
+from tasks.config.settings import load_settings
+from tasks.exchange.ledger import Ledger
 from tasks.training.launch import run_trainer
 
 
 @flow(name="train", flow_run_name="train-{run_id}")
-def train(run_id: str, model_path: str, placement: Placement, supervisor: int, resume_step: int | None = None) -> None:
+def train(
+    run_id: str,
+    epoch: int,
+    machine: str,
+    supervisor: int,
+    resume_step: int | None = None,
+    master: str | None = None,
+) -> None:
     """Train until the run's last step.
 
     Args:
         run_id: Run to train for.
-        model_path: Prepared model directory.
-        placement: Devices, as the plan has them.
+        epoch: Plan epoch, which has the trainer's devices and layout.
+        machine: This machine, as the plan calls it.
         supervisor: Attempt of the supervisor that starts it; it leaves where the run has another.
         resume_step: Step to continue from; empty: the run's first.
+        master: HOST:PORT where the ranks of several machines meet; empty: all are here.
     """
     if is_too_late(run_id, supervisor):
         return
-    with on_devices(placement, run_id):
-        run_trainer(run_id, model_path, placement, resume_step)
+    share, _ = Ledger(load_settings().ledger_url).plan(run_id, epoch).trainer.share_of(machine)
+    with on_devices(share, f"{run_id} (train 0)"):
+        run_trainer(run_id, epoch, machine, resume_step, master)

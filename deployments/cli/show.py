@@ -16,7 +16,6 @@ from deployments.local.servers import StackState
 from deployments.prefect.api import PrefectApi, Unreachable, answers, without_password
 from planners.hardware.machine import Machine
 from planners.plan.plan import ClusterPlan
-from planners.search.this_machine import placements
 from planners.sections import SHIPPED
 from tasks.config.settings import Settings
 from tasks.exchange.layout import RunDirectory
@@ -121,9 +120,10 @@ def show_running(settings: Settings, console: Console) -> None:
 
 def _describe_plan(row: PlanEpochRow) -> str:
     plan = ClusterPlan.model_validate_json(row.plan_json)
-    training, replicas = placements(plan).training, len(plan.replicas)
+    trains = ", ".join(f"{len(s.devices)} × {s.device_type} of {s.machine}" for s in plan.trainer.machines)
+    replicas = len(plan.replicas)
     return (
-        f"plan epoch {row.epoch}: trains on {len(training.devices)} × {training.device_type} of {training.machine}, "
+        f"plan epoch {row.epoch}: trains on {trains}, "
         f"generates with {replicas} replica{'s' if replicas > 1 else ''}; {plan.step_s:.1f} s a step predicted"
     )
 

@@ -2,7 +2,7 @@
 
 from importlib.metadata import version
 
-WIRE_SCHEMA = "3"
+WIRE_SCHEMA = "4"
 """Format of what processes exchange (ledger, run directories, trajectory payloads, weight manifests); raise it with
 any."""
 VARIABLE = "hexflow_versions"

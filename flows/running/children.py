@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from planners.plan.actors import Placement
+from planners.plan.run import MachineShare
 from tasks.config.settings import load_settings
 from tasks.exchange.ledger import Ledger
 from tasks.machine.devices import hold_devices
@@ -31,23 +31,23 @@ def is_too_late(run_id: str, supervisor: int) -> bool:
 
 
 @contextmanager
-def on_devices(placement: Placement, holder: str) -> Iterator[None]:
-    """Hold the placement's devices; `holder` names the run for others who want them.
+def on_devices(share: MachineShare, holder: str) -> Iterator[None]:
+    """Hold these devices; `holder` names the run and its actor for others who want them.
 
     Raises:
         UserError: somebody else holds one of them.
     """
-    holder = f"{holder} ({placement.role} {placement.slot})"
-    with hold_devices(placement.kind, placement.devices, holder, load_settings()):
+    with hold_devices(share.kind, share.devices, holder, load_settings()):
         yield
 
 
-def run_until_it_ends(argv: list[str], placement: Placement, log: Path, deadline_s: float = math.inf) -> None:
-    """Run `argv` on the devices of `placement` and wait; whatever ends this flow ends the whole process group.
+def run_until_it_ends(argv: list[str], share: MachineShare, what: str, log: Path, deadline_s: float = math.inf) -> None:
+    """Run `argv` on the devices of `share` and wait; whatever ends this flow ends the whole process group.
 
     Args:
         argv: command to run.
-        placement: its devices.
+        share: its devices.
+        what: names it in errors.
         log: file for its output.
         deadline_s: longest time it may take. An actor has none: the supervisor watches its heartbeat and cancels its
             flow.
@@ -56,7 +56,7 @@ def run_until_it_ends(argv: list[str], placement: Placement, log: Path, deadline
         RuntimeError: the process failed or took too long; the message has the end of its log.
     """
     give_up = time.monotonic() + deadline_s
-    process = ProcessGroup.start(argv, device_environment(placement.kind, placement.devices), log)
+    process = ProcessGroup.start(argv, device_environment(share.kind, share.devices), log)
     try:
         while (status := process.poll()) is None and time.monotonic() < give_up:
             time.sleep(0.5)
@@ -64,7 +64,7 @@ def run_until_it_ends(argv: list[str], placement: Placement, log: Path, deadline
         process.stop()
     if status != 0:
         raise RuntimeError(
-            f"The {placement.role} process of slot {placement.slot} "
+            f"The process of {what} "
             f"{f'ended with status {status}' if status is not None else f'took over {deadline_s:.0f} s'}; "
             f"the end of {log}:\n"
             f"{process.tail()}"

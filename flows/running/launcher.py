@@ -1,4 +1,4 @@
-"""Starts placements as sub-deployments: `train/<device type>` and `rollout/<device type>` on the machine's queue."""
+"""Starts actors as sub-deployments: `train/<device type>` and `rollout/<device type>` on the machine's queue."""
 
 import logging
 import time
@@ -14,7 +14,7 @@ from prefect.exceptions import ObjectNotFound, PrefectException
 from prefect.states import Cancelling
 
 from flows.running.supervisor import RunFailed
-from planners.plan.actors import Placement
+from planners.plan.run import MachineShare, ReplicaPlan
 from tasks.exchange.ledger import Actor
 
 _WORKER_DEADLINE_S = 60.0
@@ -28,18 +28,18 @@ class PrefectLauncher:
     """Launches through the Prefect server; keeps what it last heard of each flow run while the server is away."""
 
     def __init__(
-        self, client: SyncPrefectClient, supervisor: Actor, model_path: str, environment: Mapping[str, str]
+        self, client: SyncPrefectClient, supervisor: Actor, epoch: int, environment: Mapping[str, str]
     ) -> None:
         self._client = client
         self._run_id = supervisor.run_id
         self._supervisor = supervisor.attempt
-        self._model_path = model_path
+        self._epoch = epoch
         self._environment = dict(environment)
         self._ended: dict[str, tuple[float, bool]] = {}
         self._cancelled: set[str] = set()
 
-    def start(self, placement: Placement, resume_step: int | None) -> str:
-        """Start the placement's flow; see `Launcher.start`. While the server is away this waits for it.
+    def start(self, share: MachineShare, resume_step: int | None) -> str:
+        """Start an actor's flow; see `Launcher.start`. While the server is away this waits for it.
 
         Raises:
             RunFailed: no worker polls the pool, or the server did not come back.
@@ -48,30 +48,27 @@ class PrefectLauncher:
         key = str(uuid4())  # a request whose answer was lost is repeated, and must not start a second flow run
         while True:
             try:
-                self._wait_for_worker(placement.device_type)
-                return self._start(placement, resume_step, key)
+                self._wait_for_worker(share.device_type)
+                return self._start(share, resume_step, key)
             except (httpx.HTTPError, PrefectException) as error:
                 if time.monotonic() > give_up:
                     raise RunFailed(
-                        f"The Prefect server did not start {placement.role} {placement.slot} within "
+                        f"The Prefect server did not start an actor on {share.machine} within "
                         f"{_SERVER_DEADLINE_S:.0f} s: {error}"
                     ) from None
                 _log.warning("the Prefect server is away: %s", error)
             time.sleep(_RETRY_S)
 
-    def _start(self, placement: Placement, resume_step: int | None, key: str) -> str:
-        parameters: dict[str, object] = {
-            "run_id": self._run_id,
-            "model_path": self._model_path,
-            "placement": placement.model_dump(mode="json"),
-            "supervisor": self._supervisor,
-        }
-        if placement.role == "train":
-            parameters["resume_step"] = resume_step
+    def _start(self, share: MachineShare, resume_step: int | None, key: str) -> str:
+        part: dict[str, object]
+        if isinstance(share, ReplicaPlan):
+            flow, part = "rollout", {"slot": share.slot}
+        else:
+            flow, part = "train", {"machine": share.machine, "resume_step": resume_step, "master": None}
         created = run_deployment(
-            f"{placement.role}/{placement.device_type}",
-            parameters=parameters,
-            work_queue_name=placement.machine,
+            f"{flow}/{share.device_type}",
+            parameters={"run_id": self._run_id, "epoch": self._epoch, "supervisor": self._supervisor, **part},
+            work_queue_name=share.machine,
             job_variables={"env": self._environment},
             tags=["hexflow", f"run:{self._run_id}"],
             timeout=0,

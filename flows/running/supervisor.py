@@ -14,7 +14,7 @@ import psutil
 from sqlalchemy.exc import SQLAlchemyError
 
 from flows.running.context import RunContext
-from planners.plan.actors import Placement, Placements
+from planners.plan.run import MachineShare, RunPlan
 from tasks.exchange.ledger import ActorRow, Progress
 from tasks.exchange.ledger.fence import ACTIVE
 from tasks.machine.processes import end_sessions
@@ -23,8 +23,6 @@ from tasks.training.checkpoints import latest_checkpoint
 _POLL_S = 1.0
 _KILL_GRACE_S = 1.0
 _log = logging.getLogger(__name__)
-ROLES = {"train": "trainer", "rollout": "replica"}
-"""Role in the ledger of each role of a placement."""
 
 
 class RunFailed(Exception):
@@ -32,10 +30,13 @@ class RunFailed(Exception):
 
 
 class Launcher(Protocol):
-    """Starts and cancels the flow runs of placements."""
+    """Starts and cancels the flow runs of actors."""
 
-    def start(self, placement: Placement, resume_step: int | None) -> str:
-        """Start the placement's flow on its pool and queue; returns the flow run's id. Raises RunFailed."""
+    def start(self, share: MachineShare, resume_step: int | None) -> str:
+        """Start the flow of a replica, or of the trainer's share of a machine, on its pool and queue.
+
+        Returns the flow run's id. Raises RunFailed.
+        """
 
     def cancel(self, flow_run_id: str) -> None:
         """Ask for the flow run to be cancelled; one that has ended, or a server that is away, is no error.
@@ -49,9 +50,11 @@ class Launcher(Protocol):
 
 @dataclass
 class _Child:
-    """One placement and its attempt under way."""
+    """An actor's devices and its attempt under way."""
 
-    placement: Placement
+    role: str
+    slot: int
+    share: MachineShare
     flow_run_id: str
     last_attempt: int
     """The newest attempt in the ledger when this one was started; its own is higher."""
@@ -65,13 +68,14 @@ class Supervisor:
     def __init__(
         self,
         run: RunContext,
-        placed: Placements,
+        plan: RunPlan,
         launcher: Launcher,
         on_progress: Callable[[Progress], None],
     ) -> None:
         self._run = run
-        self._placed = placed
-        self._machine = placed.training.machine
+        self._plan = plan
+        (self._trains, *_) = plan.trainer.machines
+        self._machine = self._trains.machine
         self._launcher = launcher
         self._on_progress = on_progress
         self._settings = run.experiment.run
@@ -87,9 +91,9 @@ class Supervisor:
         Raises:
             RunFailed: the restart budget is spent, an actor cannot start, or nothing moves any more.
         """
-        self._start(self._placed.training, self._run.resume_step)
-        for placement in self._placed.replicas:
-            self._start(placement, None)
+        self._start("trainer", 0, self._trains, self._run.resume_step)
+        for replica in self._plan.replicas:
+            self._start("replica", replica.slot, replica, None)
         while not self._is_complete():
             self._require_running()
             self._reconcile()
@@ -128,9 +132,9 @@ class Supervisor:
         finally:
             for actor in actors:
                 self._try_to_fence(actor)
-        away = [child.placement for child in children if child.placement.machine != self._machine]
+        away = [child for child in children if child.share.machine != self._machine]
         if away:
-            named = ", ".join(f"{placement.role} {placement.slot} on {placement.machine}" for placement in away)
+            named = ", ".join(f"{child.role} {child.slot} on {child.share.machine}" for child in away)
             raise RunFailed(f"{named} did not end: stop the worker there with `hexflow down`.")
 
     def _try_to_fence(self, actor: ActorRow) -> None:
@@ -145,11 +149,10 @@ class Supervisor:
         own = [actor for actor in actors if actor.state in ACTIVE and actor.machine == self._machine]
         end_sessions([actor.pid for actor in own if _is_same_process(actor)], _KILL_GRACE_S)
 
-    def _start(self, placement: Placement, resume_step: int | None) -> None:
-        key = (ROLES[placement.role], placement.slot)
-        actor = self._actors().get(key)
-        flow_run_id = self._launcher.start(placement, resume_step)
-        self._children[key] = _Child(placement, flow_run_id, actor.attempt if actor else 0)
+    def _start(self, role: str, slot: int, share: MachineShare, resume_step: int | None) -> None:
+        actor = self._actors().get((role, slot))
+        flow_run_id = self._launcher.start(share, resume_step)
+        self._children[role, slot] = _Child(role, slot, share, flow_run_id, actor.attempt if actor else 0)
 
     def _actors(self) -> dict[tuple[str, int], ActorRow]:
         return {(actor.role, actor.slot): actor for actor in self._run.ledger.actors(self._run.run_id)}
@@ -209,7 +212,7 @@ class Supervisor:
         if actor.state in ("failed", "fenced"):
             return actor.message or actor.state
         if actor.state == "done":
-            return None if child.placement.role == "train" else "it left before the run was over"
+            return None if child.role == "trainer" else "it left before the run was over"
         if actor.silent_s > self._settings.heartbeat_deadline_s:
             return f"it was silent for {actor.silent_s:.0f} s (run.heartbeat_deadline_s)"
         if actor.state == "starting" and age_s > self._settings.start_deadline_s:
@@ -237,7 +240,7 @@ class Supervisor:
         if role == "trainer":
             resume_step = latest_checkpoint(self._run.directory, self._run.ledger, self._run.run_id) or 0
             self._run.ledger.resume_from(self._run.run_id, resume_step, self._run.supervisor)
-        self._start(child.placement, resume_step)
+        self._start(role, slot, child.share, resume_step)
 
 
 def _is_same_process(actor: ActorRow) -> bool:

@@ -42,7 +42,7 @@ def explain(
     sides = (plan.train_s + plan.sync_train_s, plan.rollout_s + plan.reward_s + plan.sync_rollout_s)
     longer, shorter = sorted(sides, reverse=True)
     lines = [
-        f"Trains on {plan.training.layout}; generates on "
+        f"Trains on {plan.trainer.layout}; generates on "
         + ", ".join(f"{count} × {kind}" for kind, count in sorted(generating.items()))
         + f" in {len(plan.replicas)} {'replica' if len(plan.replicas) == 1 else 'replicas'}.",
         f"{side} limits: {_seconds(longer)} a step against {_seconds(shorter)} of {other}, {_sync_words(plan)} "

@@ -5,61 +5,31 @@ It holds all that the simulator needs, so a plan file can be simulated, or compa
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import ConfigDict, Field, ValidationError, model_validator
 
 from planners.costs.memory import Memory, serving_memory
 from planners.costs.sync import SYNC_RUNS_TODAY, SyncMode
 from planners.errors import UserError
+from planners.hardware.topology import Node
+from planners.plan.run import (
+    Amount,
+    Count,
+    MachineShare,
+    Number,
+    Part,
+    Positive,
+    ReplicaPlan,
+    RunPlan,
+    StagePlan,
+    TrainerPlan,
+)
 from planners.search.columns import Problem
 from planners.search.placement import Placed
 from planners.workload.demand import Demand
 
-Count = Annotated[int, Field(ge=1)]
-Number = Annotated[int, Field(ge=0)]
-Amount = Annotated[float, Field(ge=0)]
-Positive = Annotated[float, Field(gt=0)]
 
-
-class _Part(BaseModel):
-    # Built when first used: imports stay fast.
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, defer_build=True)
-
-
-class StagePlan(_Part):
-    """One pipeline stage of the trainer; there is one without a pipeline."""
-
-    device_type: str
-    kind: Literal["cuda", "cpu"]
-    data: Count = Field(description="Data-parallel ranks; cores form one, with a thread each.")
-    tensor: Count = Field(description="Tensor-parallel ranks.")
-    layer_share: Amount = Field(description="Share of the layers.")
-    devices: dict[str, tuple[int, ...]] = Field(description="Device indices by machine.")
-
-
-class TrainingPlan(_Part):
-    """Who trains."""
-
-    layout: str
-    zero: int = Field(description="DeepSpeed ZeRO stage.")
-    stages: tuple[StagePlan, ...]
-
-
-class ReplicaPlan(_Part):
-    """One engine."""
-
-    layout: str = Field(description="Key of `iterations` and of `memory`.")
-    device_type: str
-    kind: Literal["cuda", "cpu"]
-    machine: str
-    devices: tuple[int, ...]
-    concurrency: Count = Field(description="Answers in progress at most.")
-    tokens_per_s: Positive
-    latency_s: Amount = Field(description="Seconds of the longest answer of a step.")
-
-
-class IterationPlan(_Part):
+class IterationPlan(Part):
     """Seconds of an engine iteration: base_s[n−1] + per_cached_token_s·S + per_context_s·S/n."""
 
     base_s: tuple[Positive, ...]
@@ -68,7 +38,7 @@ class IterationPlan(_Part):
     prefill_s: Amount
 
 
-class MachinePlan(_Part):
+class MachinePlan(Part):
     """One machine and what its devices do."""
 
     name: str
@@ -78,7 +48,7 @@ class MachinePlan(_Part):
     rollout: Number = Field(description="Devices that generate.")
 
 
-class MemoryPlan(_Part):
+class MemoryPlan(Part):
     """Bytes on one device, by part."""
 
     role: str
@@ -91,7 +61,7 @@ class MemoryPlan(_Part):
     available: Positive
 
 
-class DemandPlan(_Part):
+class DemandPlan(Part):
     """What a step asks, as far as simulation needs it."""
 
     prompts_per_step: Count
@@ -101,8 +71,10 @@ class DemandPlan(_Part):
     response_points: tuple[Positive, ...] = Field(min_length=1, description="Equally likely answer lengths.")
 
 
-class ClusterPlan(_Part):
+class ClusterPlan(RunPlan):
     """A chosen plan. Times are seconds per training step; throughput counts response tokens."""
+
+    model_config = ConfigDict(extra="forbid")
 
     mode: str
     cluster: str
@@ -130,8 +102,6 @@ class ClusterPlan(_Part):
     bound_holds: str
     solve_s: float
     limited_by: str
-    training: TrainingPlan
-    replicas: tuple[ReplicaPlan, ...] = Field(min_length=1)
     machines: tuple[MachinePlan, ...]
     memory: dict[str, MemoryPlan]
     iterations: dict[str, IterationPlan]
@@ -196,7 +166,7 @@ def build_plan(
         limited_by=limiting_side(
             placed.train_s + placed.sync.train_s, rollout_s + demand.reward_s + placed.sync.rollout_s
         ),
-        training=_training(problem, placed),
+        trainer=_trainer(problem, placed),
         replicas=_replicas(problem, placed),
         machines=machines,
         memory=_memory(problem, placed),
@@ -241,39 +211,42 @@ def _runs_today(problem: Problem, placed: Placed) -> bool:
     return placed.training.layout.runs_today and replicas and problem.sync_mode in SYNC_RUNS_TODAY
 
 
-def _training(problem: Problem, placed: Placed) -> TrainingPlan:
+def _trainer(problem: Problem, placed: Placed) -> TrainerPlan:
     layout = placed.training.layout
     shares = problem.training.layer_shares(layout.stages)
-    return TrainingPlan(
+    return TrainerPlan(
         layout=layout.name,
-        zero=layout.zero,
+        zero_stage=layout.zero,
+        micro_batch_tokens=problem.demand.micro_batch_tokens,
         stages=tuple(
             StagePlan(
-                device_type=stage.device_type,
-                kind=problem.topology.types[stage.device_type].kind,
+                machines=tuple(_share(problem, stage.device_type, node, devices) for node, devices in taken),
                 data=stage.data,
                 tensor=stage.tensor,
                 layer_share=share,
-                devices={node.machine: node.indices(devices) for node, devices in taken},
             )
             for stage, share, taken in zip(layout.stages, shares, placed.stages, strict=True)
         ),
     )
 
 
+def _share(problem: Problem, device_type: str, node: Node, devices: tuple[int, ...]) -> MachineShare:
+    kind = problem.topology.types[device_type].kind
+    return MachineShare(machine=node.machine, device_type=device_type, kind=kind, devices=node.indices(devices))
+
+
 def _replicas(problem: Problem, placed: Placed) -> tuple[ReplicaPlan, ...]:
     return tuple(
         ReplicaPlan(
-            layout=c.name,
-            device_type=c.device_type,
-            kind=problem.topology.types[c.device_type].kind,
-            machine=node.machine,
-            devices=node.indices(devices),
+            slot=slot,
+            **dict(_share(problem, c.device_type, node, devices)),
+            tensor_parallel=c.tensor,
             concurrency=c.concurrency,
+            layout=c.name,
             tokens_per_s=c.tokens_per_s,
             latency_s=c.latency_s,
         )
-        for c, node, devices in placed.replicas
+        for slot, (c, node, devices) in enumerate(placed.replicas)
     )
 
 

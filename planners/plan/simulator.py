@@ -22,7 +22,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from planners.errors import UserError
-from planners.plan.plan import ClusterPlan, DemandPlan, IterationPlan, ReplicaPlan
+from planners.plan.plan import ClusterPlan, DemandPlan, IterationPlan
+from planners.plan.run import ReplicaPlan
 from planners.staleness import choose_groups, may_lease
 
 SHOWN_STEPS, SHOWN_ANSWERS = (60, 300), (30_000, 500_000)

@@ -12,7 +12,6 @@ from planners.errors import UserError
 from planners.hardware.machine import Machine
 from planners.hardware.profile import DeviceProfile
 from planners.hardware.topology import Topology, discovered
-from planners.plan.actors import Placement, Placements
 from planners.plan.explain import explain
 from planners.plan.plan import ClusterPlan
 from planners.plan.simulator import with_simulated_step
@@ -84,39 +83,18 @@ def plan_machine(
     return plan.model_copy(update={"explanation": words})
 
 
-def placements(plan: ClusterPlan) -> Placements:
-    """What the runtime starts of a plan.
+def require_startable(plan: ClusterPlan) -> None:
+    """Refuse to start a plan that the runtime has no actors for.
 
     Raises:
         UserError: it uses layouts or a sync mode that do not run yet, or several machines.
     """
-    (stage, *more) = plan.training.stages
-    machines = {machine for part in plan.training.stages for machine in part.devices} | {
-        replica.machine for replica in plan.replicas
-    }
-    if plan.what_if or more or len(machines) > 1:
+    machines = {share.machine for share in plan.shares}
+    if plan.what_if or len(plan.trainer.stages) > 1 or len(machines) > 1:
         raise UserError(
             f"The plan for {plan.cluster} cannot be started: a run takes one machine and the layouts that run today, "
             f"but it uses {', '.join(sorted(machines))}{' and is what-if' if plan.what_if else ''}."
         )
-    ((machine, devices),) = stage.devices.items()
-    return Placements(
-        training=Placement(
-            role="train", slot=0, machine=machine, device_type=stage.device_type, kind=stage.kind, devices=devices
-        ),
-        replicas=tuple(
-            Placement(
-                role="rollout",
-                slot=slot,
-                machine=replica.machine,
-                device_type=replica.device_type,
-                kind=replica.kind,
-                devices=replica.devices,
-                concurrency=replica.concurrency,
-            )
-            for slot, replica in enumerate(plan.replicas)
-        ),
-    )
 
 
 def check_devices(
@@ -213,19 +191,18 @@ def _roles(plan: ClusterPlan) -> str:
     generating: dict[str, int] = {}
     for replica in plan.replicas:
         generating[replica.device_type] = generating.get(replica.device_type, 0) + len(replica.devices)
-    (stage,) = plan.training.stages
-    trains = f"train on {sum(map(len, stage.devices.values()))} {stage.device_type}"
+    (stage,) = plan.trainer.stages
+    trains = f"train on {stage.devices} {stage.device_type}"
     return f"{trains}, generate on {' + '.join(f'{count} {kind}' for kind, count in sorted(generating.items()))}"
 
 
 def _cautions(plan: ClusterPlan) -> list[str]:
     """Where the prediction is known to be optimistic."""
-    (stage,) = plan.training.stages
-    cores = [len(devices) for devices in stage.devices.values() if stage.kind == "cpu"]
-    cores += [len(replica.devices) for replica in plan.replicas if replica.kind == "cpu"]
+    (stage,) = plan.trainer.stages
+    cores = [len(share.devices) for share in plan.shares if share.kind == "cpu"]
     sentences = []
     if any(count > 1 for count in cores):
         sentences.append("Several cores are counted as that many times one core, which is optimistic.")
-    if stage.kind == "cuda" and sum(map(len, stage.devices.values())) > 1:
+    if stage.kind == "cuda" and stage.devices > 1:
         sentences.append("Several training GPUs are counted as that many times one, which is optimistic.")
     return sentences

@@ -73,8 +73,32 @@ def prepare_model(model: ModelSection, settings: Settings) -> Path:
     return path
 
 
+def find_model(model: ModelSection, settings: Settings) -> Path:
+    """The directory of `model.source` on this machine, which was prepared before.
+
+    It is complete or absent; whoever prepared it has compared its checksums.
+
+    Raises:
+        UserError: it is not there.
+    """
+    shipped = SHIPPED_MODELS.get(model.source)
+    if shipped is None:
+        return _find_user_directory(model.source)
+    path = _shipped_path(model, shipped, settings.models)
+    if not path.is_dir():
+        raise UserError(
+            f"The model {model.source} is not ready on this machine, in {path}: run `hexflow prepare` with the "
+            "experiment here."
+        )
+    return path
+
+
+def _shipped_path(model: ModelSection, shipped: ShippedModel, models: Path) -> Path:
+    return models / f"{model.source}-{model.dtype}-{_cache_key(model, shipped)}"
+
+
 def _prepare_shipped(model: ModelSection, shipped: ShippedModel, models: Path) -> Path:
-    path = models / f"{model.source}-{model.dtype}-{_cache_key(model, shipped)}"
+    path = _shipped_path(model, shipped, models)
     with _locked(path):
         if not _is_intact(path):
             _check_room(model.source, shipped, models)

@@ -54,7 +54,15 @@ def measure_training(
     algorithm, max_context = experiment.algorithm, experiment.model.max_context
     recompute = recomputes(algorithm.tokens_per_micro_batch, max_context)
     policy = load_policy(model_path, algorithm.temperature, max_context, dtype, recompute=recompute)
-    engine = Engine(policy.to(ranks.device), algorithm, experiment.run.steps, ranks, dtype)
+    engine = Engine(
+        policy.to(ranks.device),
+        algorithm,
+        experiment.run.steps,
+        ranks,
+        dtype,
+        zero_stage=algorithm.zero_stage,
+        micro_batch_tokens=algorithm.tokens_per_micro_batch,
+    )
     groups = made_up_groups(prompts, experiment.workload, answer_tokens)
     engine.train_step(groups[:1], 0)
     finish(ranks.device)

@@ -1,6 +1,7 @@
-"""The process of one rollout replica: `python -m tasks.rollout.process --run RUN --slot 0 …`.
+"""The process of one rollout replica: `python -m tasks.rollout.process --run RUN --epoch 0 --slot 0`.
 
-It starts the engine, joins the run in the ledger and serves until the run is over.
+It joins the run in the ledger, starts the engine with what the plan epoch says of its slot, and serves until the run is
+over.
 """
 
 import argparse
@@ -13,7 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from planners.errors import UserError
-from planners.plan.actors import Placement
+from planners.plan.run import ReplicaPlan
 from tasks.config.experiment import Experiment
 from tasks.config.settings import load_settings
 from tasks.exchange.layout import RunDirectory
@@ -21,6 +22,7 @@ from tasks.exchange.ledger import Actor, Ledger
 from tasks.exchange.weights import verify_weights
 from tasks.lifecycle.heartbeat import Heartbeat
 from tasks.machine.processes import apply_device_environment, die_with_parent
+from tasks.models.prepare import find_model
 from tasks.rollout.replica import Replica, ReplicaParts
 from tasks.rollout.serving import AnsweringSetup, open_answerer
 from tasks.tracking.tracker import Tracker
@@ -32,18 +34,18 @@ def main() -> None:
     """Parse the command line, serve, and tell the ledger how it ended."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--run", required=True)
-    parser.add_argument("--model-path", required=True, type=Path)
-    parser.add_argument("--placement", required=True, help="the replica's Placement as JSON")
+    parser.add_argument("--epoch", required=True, type=int, help="plan epoch that the replica belongs to")
+    parser.add_argument("--slot", required=True, type=int, help="number of the replica in the plan")
     args = parser.parse_args()
     die_with_parent()
     apply_device_environment()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
-    placement = Placement.model_validate_json(args.placement)
     ledger = Ledger(load_settings().ledger_url)
-    actor = ledger.register(args.run, "replica", placement.slot, os.getpid(), placement.machine)
+    plan = ledger.plan(args.run, args.epoch).replicas[args.slot]
+    actor = ledger.register(args.run, "replica", plan.slot, os.getpid(), plan.machine)
     heartbeat = Heartbeat(ledger, actor).start()
     try:
-        asyncio.run(serve(ledger, actor, heartbeat, args.model_path, placement))
+        asyncio.run(serve(ledger, actor, heartbeat, plan))
     except UserError as error:
         ledger.finish(actor, "failed", str(error))
         raise SystemExit(f"error: {error}") from None
@@ -55,10 +57,12 @@ def main() -> None:
     ledger.finish(actor, "done")
 
 
-async def serve(ledger: Ledger, actor: Actor, heartbeat: Heartbeat, model_path: Path, placement: Placement) -> None:
-    """Start the replica's parts, serve until SIGTERM, and end them all."""
-    run = RunDirectory(load_settings().runs / actor.run_id)
+async def serve(ledger: Ledger, actor: Actor, heartbeat: Heartbeat, plan: ReplicaPlan) -> None:
+    """Start the replica's parts as planned, serve until SIGTERM, and end them all."""
+    settings = load_settings()
+    run = RunDirectory(settings.runs / actor.run_id)
     experiment = Experiment.model_validate_json(run.experiment.read_text())
+    model_path = find_model(experiment.model, settings)
     leaving = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, leaving.set)
     heartbeat.report("starting", "waiting for the weights to begin with")
@@ -70,8 +74,8 @@ async def serve(ledger: Ledger, actor: Actor, heartbeat: Heartbeat, model_path: 
         lineage,
         number,
         replica=f"replica-{actor.slot}.{actor.attempt}",
-        kind=placement.kind,
-        concurrency=experiment.rollout.concurrency or placement.concurrency,
+        kind=plan.kind,
+        concurrency=plan.concurrency,
         seed=experiment.run.seed + 1000 * actor.slot + actor.attempt,
     )
     async with open_answerer(experiment, setup) as (answerer, prompts):

@@ -49,13 +49,23 @@ class Engine:
     """A policy with its optimiser on this rank."""
 
     def __init__(
-        self, policy: Policy, algorithm: AlgorithmSection, steps: int, ranks: Ranks, dtype: torch.dtype
+        self,
+        policy: Policy,
+        algorithm: AlgorithmSection,
+        steps: int,
+        ranks: Ranks,
+        dtype: torch.dtype,
+        *,
+        zero_stage: int,
+        micro_batch_tokens: int,
     ) -> None:
         self._algorithm = algorithm
+        self._zero_stage = zero_stage
+        self._micro_batch_tokens = micro_batch_tokens
         self._steps = steps
         self._ranks = ranks
         # Without ZeRO, float32 gradients lie in the parameters, where the norm is known before the update.
-        self._clips_here = algorithm.zero_stage == 0 and dtype == torch.float32
+        self._clips_here = zero_stage == 0 and dtype == torch.float32
         optimizer = torch.optim.AdamW(
             policy.parameters(),
             lr=algorithm.lr,
@@ -66,7 +76,7 @@ class Engine:
         self.deepspeed, self.optimizer, _, _ = deepspeed.initialize(
             model=policy, optimizer=optimizer, config=self._config(dtype), dist_init_required=False
         )
-        if ranks.size == 1 and algorithm.zero_stage == 0:
+        if ranks.size == 1 and zero_stage == 0:
             # With nobody to average with, copying all gradients into buckets and back would be for nothing.
             self.deepspeed.enable_backward_allreduce = False
 
@@ -75,7 +85,7 @@ class Engine:
             "train_micro_batch_size_per_gpu": 1,
             "gradient_accumulation_steps": 1,  # boundaries are set by hand: steps differ in their micro-batches
             "gradient_clipping": 0.0 if self._clips_here else self._algorithm.gradient_clip,
-            "zero_optimization": {"stage": self._algorithm.zero_stage},
+            "zero_optimization": {"stage": self._zero_stage},
             "zero_allow_untested_optimizer": True,
             "bf16": {"enabled": dtype == torch.bfloat16},
             "steps_per_print": None,
@@ -118,7 +128,7 @@ class Engine:
         A head that is tied to the embedding is the same parameter and appears once, under the embedding's name.
         """
         weights: dict[str, Tensor] = {}
-        sharded = self._algorithm.zero_stage == 3
+        sharded = self._zero_stage == 3
         for name, parameter in self.deepspeed.module.model.named_parameters():
             with deepspeed.zero.GatheredParameters([parameter], enabled=sharded):
                 if self._ranks.leads:
@@ -155,7 +165,7 @@ class Engine:
         set_random_state(json.loads(random_state_path.read_text()))
 
     def _hand(self, groups: Sequence[TrainingGroup]) -> list[MicroBatch]:
-        hand = hand_of(groups, self._algorithm.tokens_per_micro_batch, self._ranks.rank, self._ranks.size)
+        hand = hand_of(groups, self._micro_batch_tokens, self._ranks.rank, self._ranks.size)
         return [batch.to(self._ranks.device) for batch in hand]
 
     @torch.no_grad()

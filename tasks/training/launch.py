@@ -6,9 +6,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from planners.plan.actors import Placement
 from tasks.config.settings import load_settings
 from tasks.exchange.layout import RunDirectory
+from tasks.exchange.ledger import Ledger
 from tasks.machine.processes import ProcessGroup, device_environment, end_sessions
 
 _POLL_S = 0.2
@@ -19,50 +19,69 @@ class RankFailed(RuntimeError):
     """A rank of the trainer ended badly; the message has the end of its log."""
 
 
-def run_trainer(run_id: str, model_path: str, placement: Placement, resume_step: int | None = None) -> None:
-    """Train a run on the devices of `placement`, until its last step; no rank is left behind on any way out.
+def run_trainer(
+    run_id: str, epoch: int, machine: str, resume_step: int | None = None, master: str | None = None
+) -> None:
+    """Train on a machine's share of a plan epoch's trainer, until the run's last step; no rank stays on any way out.
 
     There is no deadline on the whole: meeting, waiting for data and collectives have theirs inside the ranks, and the
     supervisor watches the heartbeat.
 
     Args:
         run_id: the run, known to the ledger.
-        model_path: prepared model directory.
-        placement: where to train.
+        epoch: the plan epoch, which names the devices.
+        machine: this machine, as the plan calls it.
         resume_step: step of the checkpoint to continue from; 0 begins again in a new lineage, None is a new run.
+        master: HOST:PORT where the ranks of all machines meet; None: on this machine, which has them all.
 
     Raises:
         RankFailed: a rank ended badly.
     """
     settings = load_settings()
-    run = RunDirectory(settings.runs / run_id)
-    argv = [sys.executable, "-m", "tasks.training.trainer", "--run", run_id, "--run-dir", str(run.root)]
-    argv += ["--model-path", str(Path(model_path)), "--ledger-url", settings.ledger_url]
-    argv += ["--machine", placement.machine]
+    run, trainer = RunDirectory(settings.runs / run_id), Ledger(settings.ledger_url).plan(run_id, epoch).trainer
+    share, first = trainer.share_of(machine)
+    argv = [sys.executable, "-m", "tasks.training.trainer", "--run", run_id, "--epoch", str(epoch)]
     if resume_step is not None:
         argv += ["--resume-step", str(resume_step)]
-    env = settings.environment() | device_environment(placement.kind, placement.devices)
-    if placement.kind == "cpu":
+    env = settings.environment() | device_environment(share.kind, share.devices)
+    if share.kind == "cpu":
         env["CUDA_VISIBLE_DEVICES"] = ""  # a machine with GPUs may also train on its cores
-    logs = [run.logs / f"trainer-{placement.slot}.log"]
-    logs += [run.logs / f"trainer-{placement.slot}-rank-{rank}.log" for rank in range(1, placement.ranks)]
-    run_ranks(argv, env, logs)
+    numbers = range(first, first + share.ranks)
+    logs = [run.logs / (f"trainer-0-rank-{rank}.log" if rank else "trainer-0.log") for rank in numbers]
+    run_ranks(argv, env, logs, first, trainer.ranks, master)
 
 
-def run_ranks(argv: list[str], env: dict[str, str], logs: Sequence[Path]) -> None:
+def run_ranks(
+    argv: list[str],
+    env: dict[str, str],
+    logs: Sequence[Path],
+    first: int = 0,
+    world_size: int | None = None,
+    master: str | None = None,
+) -> None:
     """Run `argv` once per log file as ranks that can meet, and wait for all.
 
     The first rank that fails ends the others; so does a rank that has ended well for longer than the rest may need.
 
+    Args:
+        argv: command of every rank.
+        env: further variables of all.
+        logs: a file for each rank of this machine.
+        first: number of the first of them.
+        world_size: ranks on all machines; None: those of this one.
+        master: HOST:PORT where all meet; None: a free port of this machine.
+
     Raises:
         RankFailed: a rank ended with another status than 0, or did not end with the others.
     """
-    meeting = {"WORLD_SIZE": str(len(logs)), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+    host, _, port = (master or f"127.0.0.1:{_free_port()}").rpartition(":")
+    meeting = {"WORLD_SIZE": str(world_size or len(logs)), "MASTER_ADDR": host, "MASTER_PORT": port}
     ranks: list[ProcessGroup] = []
     try:
-        for rank, log in enumerate(logs):
-            ranks.append(ProcessGroup.start(argv, {**env, **meeting, "RANK": str(rank), "LOCAL_RANK": str(rank)}, log))
-        _wait_for_all(ranks)
+        for local, log in enumerate(logs):
+            place = {"RANK": str(first + local), "LOCAL_RANK": str(local)}
+            ranks.append(ProcessGroup.start(argv, {**env, **meeting, **place}, log))
+        _wait_for_all(ranks, first)
     finally:
         _end_all(ranks)
 
@@ -76,11 +95,11 @@ def _end_all(ranks: Sequence[ProcessGroup]) -> None:
             process.poll()
 
 
-def _wait_for_all(ranks: Sequence[ProcessGroup]) -> None:
+def _wait_for_all(ranks: Sequence[ProcessGroup], first: int) -> None:
     first_end: float | None = None
     while True:
         states = [process.poll() for process in ranks]
-        for rank, (process, status) in enumerate(zip(ranks, states, strict=True)):
+        for rank, (process, status) in enumerate(zip(ranks, states, strict=True), first):
             if status not in (None, 0):
                 raise RankFailed(f"rank {rank} of the trainer ended with status {status}; its log:\n{process.tail()}")
         if all(status == 0 for status in states):
@@ -88,7 +107,7 @@ def _wait_for_all(ranks: Sequence[ProcessGroup]) -> None:
         if any(status == 0 for status in states):
             first_end = first_end or time.monotonic()
             if time.monotonic() - first_end > _LAST_RANKS_S:
-                late = [rank for rank, status in enumerate(states) if status is None]
+                late = [rank for rank, status in enumerate(states, first) if status is None]
                 raise RankFailed(
                     f"ranks {late} of the trainer were still there {_LAST_RANKS_S:.0f} s after another ended"
                 )

@@ -1,4 +1,4 @@
-"""One rank of the trainer: `python -m tasks.training.trainer --run RUN --run-dir DIR …`, started by `launch`.
+"""One rank of the trainer: `python -m tasks.training.trainer --run RUN --epoch 0`, started by `launch`.
 
 Step i consumes the groups that the ledger chooses, trains policy version i on them and publishes version i + 1. All
 ranks walk through the same steps; rank 0 alone speaks to the ledger, and tells the others which groups to load.
@@ -10,7 +10,6 @@ import os
 import sys
 import time
 from functools import partial
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -18,11 +17,13 @@ import torch.distributed as dist
 from planners.costs.memory import recomputes
 from planners.errors import UserError
 from tasks.config.experiment import Experiment
+from tasks.config.settings import load_settings
 from tasks.exchange.layout import RunDirectory
 from tasks.exchange.ledger import Fenced, GroupRow, Ledger
 from tasks.exchange.trajectories import Group, load_group
 from tasks.lifecycle.heartbeat import FENCED_EXIT_STATUS, Heartbeat
 from tasks.machine.processes import apply_device_environment, die_with_parent
+from tasks.models.prepare import find_model
 from tasks.tracking.tracker import Tracker
 from tasks.training.algorithms.losses import permute_advantages, with_advantages
 from tasks.training.checkpoints import load_checkpoint, save_checkpoint
@@ -152,16 +153,26 @@ def _nothing() -> None:
 
 def train(args: argparse.Namespace, experiment: Experiment, leader: Leader | None) -> None:
     """Join the other ranks, load the model and train to the end."""
-    run = RunDirectory(args.run_dir)
+    settings = load_settings()
+    run, plan = RunDirectory(settings.runs / args.run), Ledger(settings.ledger_url).plan(args.run, args.epoch).trainer
+    model_path = find_model(experiment.model, settings)
     wait_s = experiment.run.start_deadline_s + experiment.run.step_deadline_s
     ranks = join_ranks(experiment.run.start_deadline_s, wait_s)
     algorithm, dtype = experiment.algorithm, DTYPES[experiment.model.dtype]
-    check_memory(args.model_path, algorithm.zero_stage, ranks)
+    check_memory(model_path, plan.zero_stage, ranks)
     torch.manual_seed(experiment.run.seed)
     max_context = experiment.model.max_context
-    recompute = recomputes(algorithm.tokens_per_micro_batch, max_context)
-    policy = load_policy(args.model_path, algorithm.temperature, max_context, dtype, recompute=recompute)
-    engine = Engine(policy.to(ranks.device), algorithm, experiment.run.steps, ranks, dtype)
+    recompute = recomputes(plan.micro_batch_tokens, max_context)
+    policy = load_policy(model_path, algorithm.temperature, max_context, dtype, recompute=recompute)
+    engine = Engine(
+        policy.to(ranks.device),
+        algorithm,
+        experiment.run.steps,
+        ranks,
+        dtype,
+        zero_stage=plan.zero_stage,
+        micro_batch_tokens=plan.micro_batch_tokens,
+    )
     if args.resume_step:
         (lineage,) = ranks.share([leader.checkpoint_lineage(args.resume_step) if leader else 0])
         load_checkpoint(run, lineage, args.resume_step, engine, ranks)
@@ -172,8 +183,10 @@ def train(args: argparse.Namespace, experiment: Experiment, leader: Leader | Non
 
 def lead(args: argparse.Namespace, experiment: Experiment) -> None:
     """Train as rank 0: take the trainer's place in the ledger, and say there and in MLflow how it ended."""
-    ledger = Ledger(args.ledger_url)
-    actor = ledger.register(args.run, "trainer", 0, os.getpid(), args.machine)
+    settings = load_settings()
+    ledger = Ledger(settings.ledger_url)
+    (first, *_) = ledger.plan(args.run, args.epoch).trainer.machines
+    actor = ledger.register(args.run, "trainer", 0, os.getpid(), first.machine)
     lineage = ledger.lineage_of(actor)
     heartbeat = Heartbeat(ledger, actor).start()
     heartbeat.report("starting", "loading the model")
@@ -183,7 +196,8 @@ def lead(args: argparse.Namespace, experiment: Experiment) -> None:
         "trainer",
         {"hexflow.role": "trainer", "hexflow.slot": "0", "hexflow.attempt": str(actor.attempt)},
     )
-    leader = Leader(RunDirectory(args.run_dir), experiment, args.model_path, ledger, actor, lineage, heartbeat, tracker)
+    run, model_path = RunDirectory(settings.runs / args.run), find_model(experiment.model, settings)
+    leader = Leader(run, experiment, model_path, ledger, actor, lineage, heartbeat, tracker)
     leave_on_sigterm(leader)
     try:
         train(args, experiment, leader)
@@ -205,17 +219,15 @@ def main() -> None:
     """Parse the command line and train as the rank that RANK says."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--run", required=True, help="run id in the ledger")
-    parser.add_argument("--run-dir", required=True, type=Path, help="directory of the run")
-    parser.add_argument("--model-path", required=True, type=Path, help="prepared model directory")
-    parser.add_argument("--ledger-url", required=True, help="SQLAlchemy URL of the ledger")
-    parser.add_argument("--machine", required=True, help="name of this machine")
+    parser.add_argument("--epoch", required=True, type=int, help="plan epoch that the trainer belongs to")
     parser.add_argument("--resume-step", type=int, help="step of the checkpoint to continue from; 0: from the model")
     args = parser.parse_args()
     die_with_parent()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
     try:
         apply_device_environment()
-        experiment = Experiment.model_validate_json(RunDirectory(args.run_dir).experiment.read_text())
+        run = RunDirectory(load_settings().runs / args.run)
+        experiment = Experiment.model_validate_json(run.experiment.read_text())
         if os.environ["RANK"] == "0":
             lead(args, experiment)
         else:

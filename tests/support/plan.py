@@ -4,6 +4,7 @@ from planners.hardware.machine import Device, Machine
 from planners.hardware.profile import DeviceProfile
 from planners.hardware.topology import ClusterFile, Topology, parse_cluster
 from planners.plan.plan import ClusterPlan
+from planners.plan.run import RunPlan
 from planners.search.this_machine import plan_machine
 from planners.workload.model import Model
 from planners.workload.step import Workload
@@ -41,3 +42,15 @@ def cluster_of(**counts: int) -> Topology:
     groups = [{"name": f"m-{kind}", "device_type": kind, "devices": n} for kind, n in counts.items()]
     links = [{"between": list(counts), "gb_per_s": 1.5}] if len(counts) == 2 else []
     return parse_cluster(ClusterFile.model_validate({"name": "mixed", "machines": groups, "links": links}))
+
+
+def run_plan(machine: str = "here", *, ranks: int = 1, zero_stage: int = 0, micro_batch_tokens: int = 1024) -> RunPlan:
+    """One trainer and one replica: on a core each, or with more ranks on GPUs of the same machine."""
+    kind = "cpu" if ranks == 1 else "cuda"
+    place = {"machine": machine, "device_type": kind, "kind": kind}
+    stage = {"machines": [{**place, "devices": range(ranks)}], "data": ranks, "tensor": 1, "layer_share": 1.0}
+    replica = {"slot": 0, **place, "devices": [ranks], "tensor_parallel": 1, "concurrency": 4, "layout": "one"}
+    trainer = {"layout": "one", "stages": [stage], "zero_stage": zero_stage, "micro_batch_tokens": micro_batch_tokens}
+    return RunPlan.model_validate(
+        {"trainer": trainer, "replicas": [{**replica, "tokens_per_s": 1.0, "latency_s": 1.0}]}
+    )

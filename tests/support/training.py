@@ -47,8 +47,23 @@ def tiny_model(layers: int = 2, seed: int = 0) -> Qwen3ForCausalLM:
     return Qwen3ForCausalLM(config)
 
 
-def make_engine(algorithm: AlgorithmSection, steps: int = 10, seed: int = 0) -> Engine:
-    return Engine(Policy(tiny_model(seed=seed), algorithm.temperature), algorithm, steps, one_rank(), torch.float32)
+def make_engine(
+    algorithm: AlgorithmSection,
+    steps: int = 10,
+    seed: int = 0,
+    policy: Policy | None = None,
+    zero_stage: int = 0,
+    micro_batch_tokens: int = 1024,
+) -> Engine:
+    return Engine(
+        policy or Policy(tiny_model(seed=seed), algorithm.temperature),
+        algorithm,
+        steps,
+        one_rank(),
+        torch.float32,
+        zero_stage=zero_stage,
+        micro_batch_tokens=micro_batch_tokens,
+    )
 
 
 def random_groups(count: int, seed: int, answers: int = 4, version: int = 0) -> list[Group]:

@@ -3,6 +3,7 @@
 from sqlalchemy import delete, func, insert, select, update
 
 from planners.errors import UserError
+from planners.plan.run import RunPlan
 from tasks.exchange.ledger.database import Database, now_s
 from tasks.exchange.ledger.fence import run_of
 from tasks.exchange.ledger.rows import MachineRow, PlanEpochRow, RunRow, columns_of
@@ -110,8 +111,9 @@ class Runs(Database):
         with self.read() as connection:
             return run_of(connection, run_id).mlflow_run_id
 
-    def add_plan_epoch(self, run_id: str, plan_json: str) -> int:
+    def add_plan_epoch(self, run_id: str, plan: RunPlan) -> int:
         """Put a plan in force and return its epoch (0-based); the plan that is in force already keeps its epoch."""
+        plan_json = plan.model_dump_json()
         with self.write(run_id) as connection:
             run_of(connection, run_id)
             newest = connection.execute(
@@ -126,6 +128,19 @@ class Runs(Database):
             values = {"run_id": run_id, "epoch": epoch, "plan_json": plan_json}
             connection.execute(insert(plan_epochs).values(**values, created_s=now_s()))
         return epoch
+
+    def plan(self, run_id: str, epoch: int) -> RunPlan:
+        """What the run starts under a plan epoch.
+
+        Raises:
+            UserError: the run has no such epoch.
+        """
+        wanted = (plan_epochs.c.run_id == run_id, plan_epochs.c.epoch == epoch)
+        with self.read() as connection:
+            text = connection.scalar(select(plan_epochs.c.plan_json).where(*wanted))
+        if text is None:
+            raise UserError(f"Run {run_id} has no plan epoch {epoch}: `hexflow resume {run_id}` makes a plan anew.")
+        return RunPlan.model_validate_json(text)
 
     def plan_epochs(self, run_id: str) -> list[PlanEpochRow]:
         """The run's plans, oldest first; the last is in force."""

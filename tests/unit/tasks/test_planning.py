@@ -41,8 +41,8 @@ def test_a_cluster_is_planned_as_the_experiment_asks() -> None:
     asked = ("planner.train_type=h20", "planner.train_devices=4", "algorithm.zero_stage=2", "rollout.concurrency=40")
     file, settings = CLUSTERS / "paper-h800-8-h20-16.yaml", load_settings()
     study = study_cluster(shipped("1.5b", *asked), file, settings)
-    (stage,) = study.plan.training.stages
-    assert (stage.device_type, stage.data, study.plan.training.zero) == ("h20", 4, 2)
+    (stage,) = study.plan.trainer.stages
+    assert (stage.device_type, stage.data, study.plan.trainer.zero_stage) == ("h20", 4, 2)
     assert {replica.concurrency for replica in study.plan.replicas} == {32}
     assert "One more h20" in study.explain()
     free = study_cluster(shipped("1.5b", *asked), file, settings, what_if=True)

@@ -27,7 +27,7 @@ KEYS = [
     "upper_bound_tokens_per_s",
     "gap",
     "solve_s",
-    "training",
+    "trainer",
     "replicas",
     "machines",
     "memory",

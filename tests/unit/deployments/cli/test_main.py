@@ -12,7 +12,7 @@ import psutil
 import pytest
 import typer
 from rich.console import Console
-from sqlalchemy import update
+from sqlalchemy import insert, update
 
 from deployments.cli import follow
 from deployments.cli import main as cli
@@ -30,7 +30,7 @@ from tasks.config.files import load_experiment
 from tasks.config.settings import Settings
 from tasks.exchange.layout import RunDirectory
 from tasks.exchange.ledger import Ledger
-from tasks.exchange.ledger.schema import SCHEMA_VERSION, schema_info
+from tasks.exchange.ledger.schema import SCHEMA_VERSION, plan_epochs, schema_info
 from tasks.machine.devices import hold_devices
 from tests.support.api import FULL, FakeApi, a_state
 from tests.support.places import DEPLOYMENTS, REPOSITORY
@@ -225,12 +225,14 @@ def test_an_older_ledger_is_told_before_anything_starts(settings: Settings, monk
     """Version 1 kept another kind of plan, and checkpoints under names without a lineage."""
     ledger = Ledger(settings.ledger_url)
     ledger.create_run("tiny-1", prompts_per_step=4, max_staleness=2, steps=4, max_attempts_per_prompt=3)
-    ledger.add_plan_epoch("tiny-1", '{"training": {"role": "train"}, "replicas": []}')
     with ledger.write("schema") as connection:
+        older = {"run_id": "tiny-1", "epoch": 0, "plan_json": '{"training": {}, "replicas": []}', "created_s": 0.0}
+        connection.execute(insert(plan_epochs).values(**older))
         connection.execute(update(schema_info).values(version=1))
     monkeypatch.setattr(cli, "_bring_up", started)
     message = (
-        r"^The ledger .* has tables of version 1, but this hexflow needs version 3: use the hexflow that made it, or "
+        rf"^The ledger .* has tables of version 1, but this hexflow needs version {SCHEMA_VERSION}: "
+        "use the hexflow that made it, or "
     )
     for command in (
         lambda: show_running(settings, Console(file=io.StringIO())),
@@ -350,7 +352,7 @@ def test_status_tells_machines_and_the_plan_in_force(settings: Settings) -> None
     ledger.announce_machine("here", Machine(name="here", devices=(device,)).model_dump_json())
     ledger.create_run("tiny-1", prompts_per_step=4, max_staleness=2, steps=4, max_attempts_per_prompt=3)
     for step_s in (9.0, 2.5):
-        ledger.add_plan_epoch("tiny-1", plan.model_copy(update={"step_s": step_s}).model_dump_json())
+        ledger.add_plan_epoch("tiny-1", plan.model_copy(update={"step_s": step_s}))
     out = io.StringIO()
     show_running(settings, Console(file=out, width=160))
     assert "machine here: 1 × fast; a flow looked 0 s ago" in out.getvalue()

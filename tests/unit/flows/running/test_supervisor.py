@@ -27,7 +27,7 @@ from flows.running.context import RunContext, open_run
 from flows.running.launcher import PrefectLauncher
 from flows.running.supervisor import RunFailed, Supervisor
 from flows.train import train
-from planners.plan.actors import Placement, Placements
+from planners.plan.run import MachineShare, ReplicaPlan
 from tasks.config.experiment import Experiment
 from tasks.config.files import parse_experiment
 from tasks.config.settings import Settings
@@ -35,15 +35,15 @@ from tasks.exchange.layout import RunDirectory
 from tasks.exchange.ledger import Actor, Ledger
 from tasks.machine.processes import ProcessGroup, group_alive
 from tasks.tracking.tracker import Tracker
+from tests.support.plan import run_plan
 
 RUN = "run"
 NOBODY = 2**31 - 1
 """A pid that no process has."""
-ROLE = {"train": "trainer", "rollout": "replica"}
 
 
 class FakeLauncher:
-    """Starting a placement registers its actor; `script` says what happens to it at each look."""
+    """Starting an actor registers it; `script` says what happens to it at each look."""
 
     def __init__(self, ledger: Ledger) -> None:
         self.ledger = ledger
@@ -55,11 +55,12 @@ class FakeLauncher:
         self.is_away = False
         self.pids: dict[str, int] = {}
 
-    def start(self, placement: Placement, resume_step: int | None) -> str:
-        self.started.append((placement.role, resume_step))
-        flow_run_id = f"{placement.role}-{len(self.started)}"
+    def start(self, share: MachineShare, resume_step: int | None) -> str:
+        flow, role = ("rollout", "replica") if isinstance(share, ReplicaPlan) else ("train", "trainer")
+        self.started.append((flow, resume_step))
+        flow_run_id = f"{flow}-{len(self.started)}"
         if self.joins:
-            actor = self.ledger.register(RUN, ROLE[placement.role], placement.slot, self._pid(flow_run_id), "here")
+            actor = self.ledger.register(RUN, role, 0, self._pid(flow_run_id), "here")
             self.ledger.heartbeat(actor, "running")
             self.actors[flow_run_id] = actor
         return flow_run_id
@@ -76,13 +77,7 @@ class FakeLauncher:
         return flow_run_id in self.ended
 
 
-def placement(role: str) -> Placement:
-    return Placement.model_validate(
-        {"role": role, "slot": 0, "machine": "here", "device_type": "cpu", "kind": "cpu", "devices": [0]}
-    )
-
-
-PLACED = Placements(placement("train"), (placement("rollout"),))
+PLAN = run_plan("here")
 
 
 @pytest.fixture(autouse=True)
@@ -133,7 +128,7 @@ def test_a_run_ends_when_trained_and_evaluated(tmp_path: Path) -> None:
         seen.append(1)
         finish_run(launcher)
 
-    Supervisor(run, PLACED, launcher, on_progress).run()
+    Supervisor(run, PLAN, launcher, on_progress).run()
     assert [role for role, _ in launcher.started] == ["train", "rollout"]
     assert seen
 
@@ -150,7 +145,7 @@ def test_a_dead_replica_is_started_again(tmp_path: Path) -> None:
         if looks >= 3:
             finish_run(launcher)
 
-    Supervisor(run, PLACED, launcher, on_progress).run()
+    Supervisor(run, PLAN, launcher, on_progress).run()
     assert launcher.started == [("train", None), ("rollout", None), ("rollout", None)]
 
 
@@ -167,7 +162,7 @@ def test_a_dead_trainer_goes_on_from_its_checkpoint_in_a_new_lineage(tmp_path: P
     run.ledger.resume_from(RUN, 0)
     before = run.ledger.find_run(run_id=RUN)
     with pytest.raises(RunFailed, match="No step"):
-        Supervisor(run, PLACED, launcher, on_progress).run()
+        Supervisor(run, PLAN, launcher, on_progress).run()
     after = run.ledger.find_run(run_id=RUN)
     assert launcher.started[-1] == ("train", 0)
     assert before is not None
@@ -187,14 +182,14 @@ def test_a_replica_that_left_before_the_end_is_started_again(tmp_path: Path) -> 
         if looks >= 3:
             finish_run(launcher)
 
-    Supervisor(run, PLACED, launcher, on_progress).run()
+    Supervisor(run, PLAN, launcher, on_progress).run()
     assert [role for role, _ in launcher.started] == ["train", "rollout", "rollout"]
 
 
 def test_a_run_that_is_ended_elsewhere_is_not_kept_alive(tmp_path: Path) -> None:
     run, launcher = make(tmp_path)
     with pytest.raises(RunFailed, match="ended elsewhere"):
-        Supervisor(run, PLACED, launcher, lambda progress: launcher.ledger.set_run_state(RUN, "cancelled")).run()
+        Supervisor(run, PLAN, launcher, lambda progress: launcher.ledger.set_run_state(RUN, "cancelled")).run()
     assert len(launcher.started) == 2
 
 
@@ -205,7 +200,7 @@ def test_the_restart_budget_ends(tmp_path: Path) -> None:
         launcher.ended.add(f"rollout-{len(launcher.started)}")
 
     with pytest.raises(RunFailed, match=r"budget run\.restarts is spent"):
-        Supervisor(run, PLACED, launcher, on_progress).run()
+        Supervisor(run, PLAN, launcher, on_progress).run()
 
 
 def test_what_never_worked_is_not_tried_again(tmp_path: Path) -> None:
@@ -216,7 +211,7 @@ def test_what_never_worked_is_not_tried_again(tmp_path: Path) -> None:
         launcher.ledger.finish(launcher.actors["rollout-2"], "failed", "not enough memory: 2 GiB short")
 
     with pytest.raises(RunFailed, match="could not start: not enough memory"):
-        Supervisor(run, PLACED, launcher, on_progress).run()
+        Supervisor(run, PLAN, launcher, on_progress).run()
     assert len(launcher.started) == 2
 
 
@@ -228,18 +223,18 @@ def test_a_flow_run_that_ends_before_joining_is_noticed(tmp_path: Path) -> None:
         launcher.ended.add("train-1")
 
     with pytest.raises(RunFailed, match="ended before it joined"):
-        Supervisor(run, PLACED, launcher, on_progress).run()
+        Supervisor(run, PLAN, launcher, on_progress).run()
 
 
 def test_a_stall_names_the_actors(tmp_path: Path) -> None:
     run, launcher = make(tmp_path, step_deadline_s=0.1, start_deadline_s=0.1)
     with pytest.raises(RunFailed, match=r"No step was finished.*replica 0 running.*trainer 0 running"):
-        Supervisor(run, PLACED, launcher, lambda progress: None).run()
+        Supervisor(run, PLAN, launcher, lambda progress: None).run()
 
 
 def test_children_that_do_not_leave_are_cancelled(tmp_path: Path) -> None:
     run, launcher = make(tmp_path)
-    supervisor = Supervisor(run, PLACED, launcher, lambda progress: finish_run(launcher))
+    supervisor = Supervisor(run, PLAN, launcher, lambda progress: finish_run(launcher))
     supervisor.run()
     supervisor.end_children(patience_s=0.1, deadline_s=5.0)
     assert launcher.cancelled == ["train-1", "rollout-2"]
@@ -267,7 +262,7 @@ def test_a_dead_actor_is_ended_although_its_cancellation_is_lost(tmp_path: Path,
         if "rollout-3" in launcher.actors:
             finish_run(launcher)
 
-    supervisor = Supervisor(run, PLACED, launcher, on_progress)
+    supervisor = Supervisor(run, PLAN, launcher, on_progress)
     supervisor.run()
     assert not group_alive(hung.pid)
     launcher.ended |= set(launcher.actors) - {"rollout-2"}
@@ -279,7 +274,7 @@ def test_a_dead_actor_is_ended_although_its_cancellation_is_lost(tmp_path: Path,
 def test_a_cancellation_that_was_not_heard_is_repeated(tmp_path: Path) -> None:
     run, launcher = make(tmp_path)
     launcher.is_away = True
-    supervisor = Supervisor(run, PLACED, launcher, lambda progress: finish_run(launcher))
+    supervisor = Supervisor(run, PLAN, launcher, lambda progress: finish_run(launcher))
     supervisor.run()
     cancel = launcher.cancel
 
@@ -312,7 +307,7 @@ class BusyServer:
 def test_a_flow_run_is_told_once_to_cancel() -> None:
     """Told twice, its worker would interrupt what it does to end."""
     server = BusyServer()
-    launcher = PrefectLauncher(cast(SyncPrefectClient, server), Actor(RUN, "supervisor", 0, 1), "model", {})
+    launcher = PrefectLauncher(cast(SyncPrefectClient, server), Actor(RUN, "supervisor", 0, 1), 0, {})
     flow_run_id = str(uuid4())
     for heard in (0, 1, 1):
         launcher.cancel(flow_run_id)
@@ -322,7 +317,7 @@ def test_a_flow_run_is_told_once_to_cancel() -> None:
 def test_what_does_not_leave_is_fenced_and_killed(tmp_path: Path, hung: ProcessGroup) -> None:
     run, launcher = make(tmp_path)
     launcher.is_away, launcher.pids = True, {"rollout-2": hung.pid}
-    supervisor = Supervisor(run, PLACED, launcher, lambda progress: finish_run(launcher))
+    supervisor = Supervisor(run, PLAN, launcher, lambda progress: finish_run(launcher))
     supervisor.run()
     supervisor.end_children(patience_s=0.0, deadline_s=0.1)
     assert not group_alive(hung.pid)
@@ -334,7 +329,7 @@ def test_what_does_not_leave_is_fenced_and_killed(tmp_path: Path, hung: ProcessG
 def test_a_full_disk_keeps_no_actor_alive(tmp_path: Path, hung: ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     run, launcher = make(tmp_path)
     launcher.is_away, launcher.pids = True, {"rollout-2": hung.pid}
-    supervisor = Supervisor(run, PLACED, launcher, lambda progress: finish_run(launcher))
+    supervisor = Supervisor(run, PLAN, launcher, lambda progress: finish_run(launcher))
     supervisor.run()
     asked: list[str] = []
 
@@ -451,31 +446,39 @@ def hold(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return held
 
 
-@pytest.mark.parametrize("start", [train.fn, rollout.fn])
-def test_a_run_that_is_over_gets_no_actor(start: Callable[..., None], settings: Settings, hold: list[str]) -> None:
+ACTORS: list[tuple[Callable[..., None], str | int]] = [(train.fn, "here"), (rollout.fn, 0)]
+"""Each flow and what it is told of its part of the plan."""
+
+
+@pytest.mark.parametrize(("start", "part"), ACTORS)
+def test_a_run_that_is_over_gets_no_actor(
+    start: Callable[..., None], part: str | int, settings: Settings, hold: list[str]
+) -> None:
     """Its flow run may have waited in the queue until the server was back."""
     run = open_run(Experiment(), None, None)
     run.ledger.set_run_state(run.run_id, "cancelled")
-    start(run.run_id, "model", PLACED.training, run.supervisor.attempt)
+    epoch = run.ledger.add_plan_epoch(run.run_id, PLAN)
+    start(run.run_id, epoch, part, run.supervisor.attempt)
     assert not hold
 
 
-@pytest.mark.parametrize("start", [train.fn, rollout.fn])
+@pytest.mark.parametrize(("start", "part"), ACTORS)
 def test_a_late_flow_run_does_not_get_into_the_resumed_run(
-    start: Callable[..., None], settings: Settings, hold: list[str]
+    start: Callable[..., None], part: str | int, settings: Settings, hold: list[str]
 ) -> None:
     """It would fence the actor that the run has now."""
     cancelled = open_run(Experiment(), None, "flow-1")
     cancelled.ledger.set_run_state(cancelled.run_id, "cancelled")
     cancelled.ledger.finish(cancelled.supervisor, "done")
     resumed = open_run(Experiment(), cancelled.run_id, "flow-2")
-    start(resumed.run_id, "model", PLACED.training, cancelled.supervisor.attempt)
+    epoch = resumed.ledger.add_plan_epoch(resumed.run_id, PLAN)
+    start(resumed.run_id, epoch, part, cancelled.supervisor.attempt)
     assert not hold
     with pytest.raises(RuntimeError, match=resumed.run_id):
-        start(resumed.run_id, "model", PLACED.training, resumed.supervisor.attempt)
+        start(resumed.run_id, epoch, part, resumed.supervisor.attempt)
 
 
-def test_the_launcher_names_its_supervisor(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_launcher_names_plan_epoch_part_and_supervisor(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: dict[str, Any] = {}
 
     def run_deployment(name: str, **options: Any) -> SimpleNamespace:
@@ -484,10 +487,11 @@ def test_the_launcher_names_its_supervisor(monkeypatch: pytest.MonkeyPatch) -> N
 
     online = SimpleNamespace(read_workers_for_work_pool=lambda pool: [SimpleNamespace(status=WorkerStatus.ONLINE)])
     monkeypatch.setattr("flows.running.launcher.run_deployment", run_deployment)
-    launcher = PrefectLauncher(cast(SyncPrefectClient, online), Actor(RUN, "supervisor", 0, 7), "model", {})
-    for placed, flow in ((PLACED.training, train), (PLACED.replicas[0], rollout)):
+    launcher = PrefectLauncher(cast(SyncPrefectClient, online), Actor(RUN, "supervisor", 0, 7), 3, {})
+    for share, flow in ((PLAN.trainer.machines[0], train), (PLAN.replicas[0], rollout)):
         asked.clear()
-        launcher.start(placed, None)
-        assert asked.pop("name") == f"{placed.role}/cpu"
-        assert (asked["run_id"], asked["supervisor"]) == (RUN, 7)
+        launcher.start(share, None)
+        assert asked.pop("name") == f"{flow.name}/cpu"
+        assert (asked["run_id"], asked["epoch"], asked["supervisor"]) == (RUN, 3, 7)
+        assert asked["machine" if flow is train else "slot"] == ("here" if flow is train else 0)
         assert set(asked) == set(inspect.signature(flow.fn).parameters)

@@ -126,11 +126,11 @@ def joint(topology: Topology, model: Model = SEVEN, demand: Demand = PAPER, sync
 def check_feasible(plan: ClusterPlan, topology: Topology, demand: Demand) -> None:
     """Memory, counts, tensor parallelism inside a machine, gate, latency."""
     held: dict[str, list[int]] = {node.name: [] for node in topology.nodes}
-    for stage in plan.training.stages:
-        assert sum(len(devices) for devices in stage.devices.values()) == stage.data * stage.tensor
-        for machine, devices in stage.devices.items():
-            assert len(devices) % stage.tensor == 0
-            held[machine] += devices
+    for stage in plan.trainer.stages:
+        assert stage.devices == stage.data * stage.tensor
+        for share in stage.machines:
+            assert len(share.devices) % stage.tensor == 0
+            held[share.machine] += share.devices
     for replica in plan.replicas:
         held[replica.machine] += replica.devices
         eta, body_s = demand.max_staleness, plan.step_s - plan.sync_rollout_s
@@ -162,7 +162,7 @@ def test_the_papers_cluster_is_planned_near_its_bound(sync: SyncMode) -> None:
     plan = joint(HEX, sync=sync)
     check_feasible(plan, HEX, PAPER)
     assert plan.gap <= 0.005
-    assert plan.training.stages[0].device_type == "h800-sxm"
+    assert plan.trainer.stages[0].device_type == "h800-sxm"
 
 
 @pytest.mark.parametrize("staleness", [1, 2])
@@ -184,9 +184,9 @@ def test_exhaustive_search_stops_at_eight_devices() -> None:
 def test_only_what_runs_is_planned_unless_asked() -> None:
     plan = make_plan(HEX, SEVEN, PAPER)
     assert not plan.what_if
-    (stage,) = plan.training.stages
+    (stage,) = plan.trainer.stages
     assert stage.tensor == 1
-    assert len(stage.devices) == 1
+    assert len(stage.machines) == 1
     assert all(len(replica.devices) == 1 for replica in plan.replicas)
     with pytest.raises(UserError, match="--what-if"):
         make_plan(HEX, SEVEN, PAPER, sync_mode="tree")
@@ -232,7 +232,7 @@ def test_the_order_of_machines_changes_nothing(topology: Topology, demand: Deman
         return
     other = joint(replace(topology, nodes=tuple(shuffled)), SMALL, demand)
     assert other.step_s == pytest.approx(plan.step_s, rel=1e-9)
-    assert other.training.layout == plan.training.layout
+    assert other.trainer.layout == plan.trainer.layout
     assert sorted(r.layout for r in other.replicas) == sorted(r.layout for r in plan.replicas)
 
 
@@ -312,7 +312,7 @@ def test_smaller_micro_batches_are_the_remedy_where_they_let_a_model_fit() -> No
         make_plan(cluster, SEVEN, replace(short, micro_batch_tokens=2**16), training_wish=only)
     tokens = int(str(refused.value).split("tokens_per_micro_batch=")[1].split()[0])
     plan = make_plan(cluster, SEVEN, replace(short, micro_batch_tokens=tokens), training_wish=only)
-    assert plan.training.stages[0].device_type == "a100-80"
+    assert plan.trainer.stages[0].device_type == "a100-80"
 
 
 def test_one_device_cannot_do_both() -> None:
@@ -358,6 +358,6 @@ def test_slow_pairs_of_machines_are_avoided() -> None:
         ],
     }
     plan = joint(parse_cluster(ClusterFile.model_validate(tree)))
-    (stage,) = plan.training.stages
-    assert set(stage.devices) == {"a-1", "a-3"}
+    (stage,) = plan.trainer.stages
+    assert {share.machine for share in stage.machines} == {"a-1", "a-3"}
     assert 0 <= plan.gap_placement <= plan.gap + 1e-9 <= 1

@@ -19,7 +19,7 @@ from planners.search import this_machine as planning
 from planners.search.columns import Problem, rollout_columns
 from planners.search.make import make_plan
 from planners.search.program import highest_rate
-from planners.search.this_machine import check_devices, placements, plan_machine
+from planners.search.this_machine import check_devices, plan_machine, require_startable
 from planners.workload.demand import demand_of
 from planners.workload.lengths import Samples
 from planners.workload.step import Workload
@@ -173,18 +173,18 @@ def test_the_plan_is_the_best_there_is(problem: tuple[Counts, Profiles, Workload
 
 def check_can_start(plan: ClusterPlan, machine: Machine, workload: Workload) -> None:
     """One trainer on one type; a replica per GPU, one process per CPU type; whole groups, within the gate."""
-    placed = placements(plan)
+    require_startable(plan)
     assert not plan.what_if
     there = {(d.device_type, d.index): d.kind for d in machine.devices}
-    held = [(p.device_type, index) for p in placed.all for index in p.devices]
+    held = [(p.device_type, index) for p in plan.shares for index in p.devices]
     assert len(held) == len(set(held))
-    assert all(there[d] == p.kind for p in placed.all for d in ((p.device_type, i) for i in p.devices))
-    assert {p.machine for p in placed.all} == {machine.name}
-    assert [replica.slot for replica in placed.replicas] == list(range(len(placed.replicas)))
-    assert all(replica.ranks == 1 for replica in placed.replicas)
-    processes = [replica.device_type for replica in placed.replicas if replica.kind == "cpu"]
+    assert all(there[d] == p.kind for p in plan.shares for d in ((p.device_type, i) for i in p.devices))
+    assert {p.machine for p in plan.shares} == {machine.name}
+    assert [replica.slot for replica in plan.replicas] == list(range(len(plan.replicas)))
+    assert all(replica.tensor_parallel == replica.ranks == 1 for replica in plan.replicas)
+    processes = [replica.device_type for replica in plan.replicas if replica.kind == "cpu"]
     assert len(processes) == len(set(processes))
-    concurrency = [replica.concurrency for replica in placed.replicas]
+    concurrency = [replica.concurrency for replica in plan.replicas]
     assert all(c > 0 and c % workload.group_size == 0 for c in concurrency)
     assert sum(concurrency) <= max(1, workload.max_staleness) * workload.prompts_per_step * workload.group_size
 
@@ -251,9 +251,8 @@ def laptop(cores: int = 2, workload: Workload | None = None, **wishes: int) -> C
 def test_the_laptop_by_hand() -> None:
     """Publishing stands on the trainer's path, loading on the replica's; neither side pays for the other's."""
     plan = laptop()
-    placed = placements(plan)
-    assert placed.training.devices == (1,)
-    assert [(r.devices, r.concurrency) for r in placed.replicas] == [((3,), 64)]
+    assert plan.trainer.machines[0].devices == (1,)
+    assert [(r.devices, r.concurrency) for r in plan.replicas] == [((3,), 64)]
     assert (plan.train_s, plan.rollout_s) == pytest.approx((8.0, 12.8))
     assert (plan.sync_s, plan.sync_train_s, plan.sync_rollout_s) == pytest.approx((2.3, 1.5, 0.8))
     assert plan.step_s == pytest.approx(13.6)
@@ -340,10 +339,9 @@ def test_the_mean_answer_that_was_measured_is_expected() -> None:
 
 def test_cores_of_a_role_form_one_process() -> None:
     plan = laptop(cores=4)
-    placed = placements(plan)
-    assert placed.training.devices == (1, 3)
-    assert [replica.devices for replica in placed.replicas] == [(5, 7)]
-    assert placed.training.ranks == 1
+    assert plan.trainer.machines[0].devices == (1, 3)
+    assert [replica.devices for replica in plan.replicas] == [(5, 7)]
+    assert plan.trainer.ranks == 1
     assert "optimistic" in plan.explanation
     assert {part.role for part in plan.memory.values()} == {"train", "rollout"}
 
@@ -355,9 +353,8 @@ def test_gpus_form_one_replica_each_and_both_types_are_used() -> None:
         "slow": profile_of("slow", {8: 10.0, 64: 30.0}, 10.0),
     }
     plan = plan_machine(machine_of({("fast", "cuda"): 2, ("slow", "cuda"): 2}), profiles, TINY, Workload())
-    placed = placements(plan)
-    assert (placed.training.device_type, placed.training.devices) == ("fast", (1,))
-    assert sorted((r.device_type, r.devices) for r in placed.replicas) == [
+    assert (plan.trainer.machines[0].device_type, plan.trainer.machines[0].devices) == ("fast", (1,))
+    assert sorted((r.device_type, r.devices) for r in plan.replicas) == [
         ("fast", (3,)),
         ("slow", (1,)),
         ("slow", (3,)),
@@ -375,21 +372,21 @@ def test_a_group_goes_to_the_replica_that_gains_most() -> None:
     profiles = {"good": profile_of("good", {2: 30.0, 4: 50.0}, 1.0), "poor": profile_of("poor", {2: 10.0}, 1000.0)}
     workload = Workload(prompts_per_step=2, group_size=2, max_staleness=1)
     plan = plan_machine(machine_of({("good", "cuda"): 1, ("poor", "cuda"): 2}), profiles, TINY, workload)
-    assert [(r.device_type, r.concurrency) for r in placements(plan).replicas] == [("good", 4)]
+    assert [(r.device_type, r.concurrency) for r in plan.replicas] == [("good", 4)]
     assert "1 device is not needed" in plan.explanation
 
 
 def test_wishes_are_kept() -> None:
-    assert placements(laptop(cores=4, train_devices=3)).training.devices == (1, 3, 5)
+    assert laptop(cores=4, train_devices=3).trainer.machines[0].devices == (1, 3, 5)
     profiles = {name: profile_of(name, {8: 10.0}, 10.0) for name in ("a", "b")}
     machine = machine_of({("a", "cpu"): 2, ("b", "cpu"): 2})
     plan = plan_machine(machine, profiles, TINY, Workload(), train_type="b")
-    assert placements(plan).training.device_type == "b"
-    used = placements(plan_machine(machine, profiles, TINY, Workload(), device_types=["b"]))
-    assert {p.device_type for p in used.all} == {"b"}
+    assert plan.trainer.machines[0].device_type == "b"
+    used = plan_machine(machine, profiles, TINY, Workload(), device_types=["b"])
+    assert {p.device_type for p in used.shares} == {"b"}
     three = machine_of({("a", "cuda"): 3})
     gpus = plan_machine(three, profiles, TINY, Workload(), zero_stage=2, train_devices=2, micro_batch_tokens=1)
-    assert (gpus.training.zero, placements(gpus).training.ranks) == (2, 2)
+    assert (gpus.trainer.zero_stage, gpus.trainer.ranks) == (2, 2)
 
 
 @pytest.mark.parametrize(("prompts", "group_size", "devices"), [(8, 8, 7), (1, 4, 4), (1, 6, 6)])
@@ -397,7 +394,7 @@ def test_no_gpu_trains_that_gets_no_answer(prompts: int, group_size: int, device
     profiles = {"gpu": profile_of("gpu", {64: 1e6}, 100.0)}
     workload = Workload(prompts_per_step=prompts, group_size=group_size, max_new_tokens=64)
     plan = plan_machine(machine_of({("gpu", "cuda"): 8}), profiles, TINY, workload)
-    assert len(placements(plan).training.devices) == devices
+    assert len(plan.trainer.machines[0].devices) == devices
     step_s = prompts * group_size * 64 / 100
     assert plan.train_s == pytest.approx(step_s * busiest_share(workload, cut(), devices))
 
@@ -408,7 +405,7 @@ def test_a_concurrency_that_is_set_is_planned_with() -> None:
     machine = machine_of({("gpu", "cuda"): 3})
     for wished, planned in ((20, 16), (4, 4)):
         plan = plan_machine(machine, profiles, TINY, Workload(), concurrency=wished)
-        assert [replica.concurrency for replica in placements(plan).replicas] == [planned] * 2
+        assert [replica.concurrency for replica in plan.replicas] == [planned] * 2
         assert plan.rollout_s == pytest.approx(512 / (2 * planned * 10 / 8))
 
 
@@ -417,12 +414,12 @@ def test_a_checkpoint_is_continued_by_as_many_ranks_as_wrote_it() -> None:
     gpus = {"gpu": profile_of("gpu", {64: 1e6}, 100.0)}
     for workload, ranks in ((Workload(), 2), (Workload(prompts_per_step=1, group_size=2), 3)):
         plan = plan_machine(machine_of({("gpu", "cuda"): 4}), gpus, TINY, workload, train_ranks=ranks)
-        assert placements(plan).training.ranks == ranks
+        assert plan.trainer.ranks == ranks
         even_s = workload.prompts_per_step * workload.group_size * workload.max_new_tokens / 100
         assert plan.train_s == pytest.approx(even_s * busiest_share(workload, cut(), ranks))
     with pytest.raises(UserError, match=r"as a checkpoint of 5 ranks asks: .* on host that are at most 4"):
         plan_machine(machine_of({("gpu", "cuda"): 4}), gpus, TINY, Workload(), train_ranks=5, **cut())
-    assert placements(laptop(cores=4, train_ranks=1)).training.devices == (1, 3)
+    assert laptop(cores=4, train_ranks=1).trainer.machines[0].devices == (1, 3)
 
 
 def test_generation_rate_interpolates() -> None:
@@ -487,6 +484,6 @@ def test_a_cache_that_cannot_hold_the_longest_context_is_refused() -> None:
 def test_what_cannot_run_is_not_started() -> None:
     elsewhere = laptop().replicas[0].model_copy(update={"machine": "other"})
     with pytest.raises(UserError, match="cannot be started: a run takes one machine"):
-        placements(laptop().model_copy(update={"replicas": (elsewhere,)}))
+        require_startable(laptop().model_copy(update={"replicas": (elsewhere,)}))
     with pytest.raises(UserError, match="what-if"):
-        placements(laptop().model_copy(update={"what_if": True}))
+        require_startable(laptop().model_copy(update={"what_if": True}))

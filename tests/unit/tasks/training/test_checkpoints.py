@@ -46,8 +46,8 @@ def draws() -> list[float]:
 
 @pytest.mark.parametrize("zero_stage", [0, 2])
 def test_resuming_equals_never_stopping(run: RunDirectory, zero_stage: int) -> None:
-    algorithm = AlgorithmSection(lr=1e-2, lr_schedule="cosine", warmup_steps=2, zero_stage=zero_stage, minibatches=2)
-    engine = make_engine(algorithm)
+    algorithm = AlgorithmSection(lr=1e-2, lr_schedule="cosine", warmup_steps=2, minibatches=2)
+    engine = make_engine(algorithm, zero_stage=zero_stage)
     train(engine, 0, 3)
     random.seed(1)
     np.random.seed(2)
@@ -58,7 +58,7 @@ def test_resuming_equals_never_stopping(run: RunDirectory, zero_stage: int) -> N
     train(engine, 3, 6)
     expected = parameters_of(engine)
 
-    resumed = make_engine(algorithm, seed=9)
+    resumed = make_engine(algorithm, seed=9, zero_stage=zero_stage)
     load_checkpoint(run, 0, 3, resumed, one_rank())
     assert draws() == expected_draws
     train(resumed, 3, 6)

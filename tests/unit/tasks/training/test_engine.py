@@ -13,11 +13,11 @@ from tasks.training.algorithms.losses import permute_advantages, policy_loss, wi
 from tasks.training.engine import Engine, lr_factor
 from tasks.training.packing import MicroBatch, TrainingGroup, hand_of, lay_out
 from tasks.training.policy import Policy, load_policy
-from tests.support.training import make_engine, one_rank, parameters_of, random_groups, save_tiny_model, tiny_model
+from tests.support.training import make_engine, parameters_of, random_groups, save_tiny_model, tiny_model
 
 
 def algorithm(**values: object) -> AlgorithmSection:
-    return AlgorithmSection.model_validate({"lr": 1e-2, "tokens_per_micro_batch": 40, "gradient_clip": 0.5, **values})
+    return AlgorithmSection.model_validate({"lr": 1e-2, "gradient_clip": 0.5, **values})
 
 
 def plain_logprobs(model: torch.nn.Module, group: TrainingGroup, k: int) -> torch.Tensor:
@@ -60,13 +60,13 @@ def plain_steps(
 
 
 @pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
-@pytest.mark.parametrize(("minibatches", "tokens_per_micro_batch"), [(1, 40), (3, 40), (3, 12)])
-def test_steps_equal_plain_pytorch(zero_stage: int, minibatches: int, tokens_per_micro_batch: int) -> None:
+@pytest.mark.parametrize(("minibatches", "micro_batch_tokens"), [(1, 40), (3, 40), (3, 12)])
+def test_steps_equal_plain_pytorch(zero_stage: int, minibatches: int, micro_batch_tokens: int) -> None:
     """Also where most groups are above the budget."""
-    choices = algorithm(zero_stage=zero_stage, minibatches=minibatches, tokens_per_micro_batch=tokens_per_micro_batch)
+    choices = algorithm(minibatches=minibatches)
     batches = [with_advantages(random_groups(6, seed)) for seed in range(2)]
     expected, norms = plain_steps(choices, batches)
-    engine = make_engine(choices)
+    engine = make_engine(choices, zero_stage=zero_stage, micro_batch_tokens=micro_batch_tokens)
     results = [engine.train_step(groups, step) for step, groups in enumerate(batches)]
     trained = parameters_of(engine)
     assert trained.keys() == expected.keys()
@@ -83,7 +83,7 @@ def test_a_split_group_trains_like_a_whole_one(minibatches: int) -> None:
     groups = with_advantages(random_groups(6, seed=0, answers=16))
     results, weights = [], []
     for budget in (10_000, 30, 1):
-        engine = make_engine(algorithm(minibatches=minibatches, tokens_per_micro_batch=budget))
+        engine = make_engine(algorithm(minibatches=minibatches), micro_batch_tokens=budget)
         results.append(engine.train_step(groups, 0))
         weights.append(parameters_of(engine))
     for result, trained in zip(results[1:], weights[1:], strict=True):
@@ -123,7 +123,7 @@ def test_recomputed_layers_train_like_kept_ones(zero_stage: int, tmp_path: Path)
         policy = load_policy(tmp_path, 1.0, 64, torch.float32, recompute=recompute)
         calls: list[None] = []
         policy.model.model.layers[0].mlp.register_forward_pre_hook(lambda *_, calls=calls: calls.append(None))
-        engine = Engine(policy, algorithm(zero_stage=zero_stage, minibatches=2), 10, one_rank(), torch.float32)
+        engine = make_engine(algorithm(minibatches=2), policy=policy, zero_stage=zero_stage, micro_batch_tokens=40)
         for step in range(2):
             assert engine.train_step(groups, step).skipped == 0
         weights.append(parameters_of(engine))
@@ -135,7 +135,7 @@ def test_recomputed_layers_train_like_kept_ones(zero_stage: int, tmp_path: Path)
 
 @pytest.mark.parametrize("zero_stage", [0, 2])
 def test_an_update_that_is_not_finite_changes_nothing_and_is_counted(zero_stage: int) -> None:
-    engine = make_engine(algorithm(zero_stage=zero_stage))
+    engine = make_engine(algorithm(), zero_stage=zero_stage, micro_batch_tokens=40)
     groups = with_advantages(random_groups(6, seed=0))
     engine.train_step(groups, 0)
     before = parameters_of(engine)
@@ -150,7 +150,7 @@ def test_an_update_that_is_not_finite_changes_nothing_and_is_counted(zero_stage:
 
 @pytest.mark.parametrize("zero_stage", [0, 3])
 def test_a_step_without_any_gradient_leaves_the_policy_alone_and_still_measures_it(zero_stage: int) -> None:
-    engine = make_engine(algorithm(zero_stage=zero_stage))
+    engine = make_engine(algorithm(), zero_stage=zero_stage, micro_batch_tokens=40)
     groups = with_advantages(random_groups(3, seed=0))
     engine.train_step(groups, 0)
     before = parameters_of(engine)
@@ -204,8 +204,8 @@ def sampled_groups(engine: Engine, generator: torch.Generator) -> list[Group]:
 
 @pytest.mark.parametrize("permuted", [False, True])
 def test_learns_to_emit_the_target_unless_advantages_are_permuted(permuted: bool) -> None:
-    choices = algorithm(lr=6e-3, tokens_per_micro_batch=1024, gradient_clip=1.0)
-    engine = Engine(Policy(tiny_model(layers=3), 1.0), choices, 40, one_rank(), torch.float32)
+    choices = algorithm(lr=6e-3, gradient_clip=1.0)
+    engine = make_engine(choices, steps=40, policy=Policy(tiny_model(layers=3), 1.0))
     generator = torch.Generator().manual_seed(0)
     rewards = []
     for step in range(40):

@@ -62,7 +62,7 @@ def test_a_rank_that_stays_behind_is_ended(logs: list[Path], monkeypatch: pytest
 
 
 def test_an_interrupted_launch_leaves_no_rank(logs: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt(_: object) -> None:
+    def interrupt(*_: object) -> None:
         while not all(log.exists() and log.read_text() for log in logs):
             time.sleep(0.05)
         raise KeyboardInterrupt

@@ -15,10 +15,10 @@ import torch
 from safetensors.torch import load_file
 
 from planners.errors import UserError
-from planners.plan.actors import Placement
+from planners.plan.run import RunPlan
 from planners.workload.step import Workload
 from tasks.config.experiment import Experiment
-from tasks.config.sections import RunSection
+from tasks.config.sections import ModelSection, RunSection
 from tasks.config.settings import Settings
 from tasks.config.training import AlgorithmSection
 from tasks.exchange.files import write_json
@@ -37,10 +37,11 @@ from tasks.training.leader import Leader, batch_metrics
 from tasks.training.memory import check_memory, count_parameters, training_memory_bytes
 from tasks.training.packing import TrainingGroup
 from tasks.training.trainer import Trainer
+from tests.support.plan import run_plan
 from tests.support.training import free_port, make_engine, one_rank, parameters_of, random_groups, save_tiny_model
 
-PLACEMENT = Placement(role="train", slot=0, machine="here", device_type="cpu", kind="cpu", devices=(0,))
 RUN = "training-test"
+PLAN = run_plan(micro_batch_tokens=40)
 
 
 class FakeReplica(threading.Thread):
@@ -75,19 +76,21 @@ class FakeReplica(threading.Thread):
         self.join()
 
 
-def make_run(settings: Settings, experiment: Experiment) -> tuple[RunDirectory, Ledger]:
+def make_run(settings: Settings, experiment: Experiment, plan: RunPlan = PLAN) -> tuple[RunDirectory, Ledger]:
     run = RunDirectory(settings.runs / RUN)
     run.create()
     write_json(run.experiment, experiment.model_dump(mode="json"))
     ledger = Ledger(settings.ledger_url)
     sizes = experiment.workload
     ledger.create_run(RUN, sizes.prompts_per_step, sizes.max_staleness, experiment.run.steps, 3)
+    assert ledger.add_plan_epoch(RUN, plan) == 0
     return run, ledger
 
 
-def make_experiment(steps: int, zero_stage: int) -> Experiment:
+def make_experiment(model_path: Path, steps: int) -> Experiment:
     return Experiment(
-        algorithm=AlgorithmSection.model_validate({"lr": 1e-3, "zero_stage": zero_stage, "tokens_per_micro_batch": 40}),
+        model=ModelSection(source=str(model_path)),
+        algorithm=AlgorithmSection(lr=1e-3),
         workload=Workload(prompts_per_step=3, group_size=4),
         run=RunSection(steps=steps, checkpoint_every=2, start_deadline_s=120, step_deadline_s=120),
     )
@@ -95,7 +98,7 @@ def make_experiment(steps: int, zero_stage: int) -> Experiment:
 
 def replayed(run: RunDirectory, ledger: Ledger, experiment: Experiment) -> dict[str, torch.Tensor]:
     """The weights after training in this process, without interruption, on the groups that the ledger names."""
-    engine = make_engine(experiment.algorithm, steps=experiment.run.steps)
+    engine = make_engine(experiment.algorithm, steps=experiment.run.steps, micro_batch_tokens=40)
     for step in range(experiment.run.steps):
         ids = [row.group_id for row in ledger.groups(RUN) if row.step == step]
         engine.train_step(with_advantages([load_group(run.group_path(group_id)) for group_id in ids]), step)
@@ -113,13 +116,11 @@ def assert_published(run: RunDirectory, version: tuple[int, int], expected: dict
 
 @pytest.mark.e2e
 def test_two_ranks_train_like_one(settings: Settings, tmp_path: Path) -> None:
-    experiment = make_experiment(steps=3, zero_stage=2)
-    run, ledger = make_run(settings, experiment)
+    experiment = make_experiment(save_tiny_model(tmp_path / "model"), steps=3)
+    run, ledger = make_run(settings, experiment, run_plan(ranks=2, zero_stage=2, micro_batch_tokens=40))
     replica = FakeReplica(ledger, run, limit=100)
     replica.start()
-    argv = [sys.executable, "-m", "tasks.training.trainer", "--run", RUN, "--run-dir", str(run.root)]
-    argv += ["--model-path", str(save_tiny_model(tmp_path / "model"))]
-    argv += ["--ledger-url", settings.ledger_url, "--machine", "here"]
+    argv = [sys.executable, "-m", "tasks.training.trainer", "--run", RUN, "--epoch", "0"]
     run_ranks(argv, {}, [run.logs / "trainer-0.log", run.logs / "trainer-0-rank-1.log"])
     replica.stop()
 
@@ -137,13 +138,11 @@ def test_two_ranks_train_like_one(settings: Settings, tmp_path: Path) -> None:
 
 @pytest.mark.e2e
 def test_a_trainer_that_is_ended_and_resumed_trains_like_one_that_was_not(settings: Settings, tmp_path: Path) -> None:
-    experiment = make_experiment(steps=4, zero_stage=0)
+    experiment = make_experiment(save_tiny_model(tmp_path / "model"), steps=4)
     run, ledger = make_run(settings, experiment)
-    model_path = save_tiny_model(tmp_path / "model")
     replica = FakeReplica(ledger, run, limit=8)  # two steps of three groups, and two groups that are too few
     replica.start()
-    argv = [sys.executable, "-m", "tasks.training.trainer", "--run", RUN, "--run-dir", str(run.root)]
-    argv += ["--model-path", str(model_path), "--ledger-url", settings.ledger_url, "--machine", "here"]
+    argv = [sys.executable, "-m", "tasks.training.trainer", "--run", RUN, "--epoch", "0"]
     alone = {
         "RANK": "0",
         "LOCAL_RANK": "0",
@@ -166,7 +165,7 @@ def test_a_trainer_that_is_ended_and_resumed_trains_like_one_that_was_not(settin
     assert ledger.resume_from(RUN, 2) == 1
     replica = FakeReplica(ledger, run, limit=100)
     replica.start()
-    run_trainer(RUN, str(model_path), PLACEMENT, resume_step=2)
+    run_trainer(RUN, 0, "here", resume_step=2)
     replica.stop()
     assert_published(run, (1, 4), replayed(run, ledger, experiment))
     assert [row.step for row in ledger.steps(RUN)] == [0, 1, 2, 3]

@@ -10,6 +10,7 @@ from planners.errors import UserError
 from tasks.exchange.ledger import Ledger
 from tasks.exchange.ledger.schema import runs, schema_info
 from tests.support.ledger import ETA, RUN, STEPS, B
+from tests.support.plan import run_plan
 
 
 def test_a_run_is_created_once(ledger: Ledger) -> None:
@@ -57,8 +58,12 @@ def test_an_unknown_run_is_a_clear_error(ledger: Ledger) -> None:
 
 
 def test_plan_epochs_and_machines(ledger: Ledger) -> None:
-    assert [ledger.add_plan_epoch(RUN, plan) for plan in ("a", "a", "b", "a")] == [0, 0, 1, 2]
-    assert [(row.epoch, row.plan_json) for row in ledger.plan_epochs(RUN)] == [(0, "a"), (1, "b"), (2, "a")]
+    a, b = run_plan("a"), run_plan("b")
+    assert [ledger.add_plan_epoch(RUN, plan) for plan in (a, a, b, a)] == [0, 0, 1, 2]
+    assert [row.epoch for row in ledger.plan_epochs(RUN)] == [0, 1, 2]
+    assert [ledger.plan(RUN, epoch) for epoch in range(3)] == [a, b, a]
+    with pytest.raises(UserError, match="no plan epoch 3"):
+        ledger.plan(RUN, 3)
     ledger.announce_machine("one", "{}")
     ledger.announce_machine("one", '{"cores": 2}')
     assert [(row.name, row.description_json) for row in ledger.machines()] == [("one", '{"cores": 2}')]
