@@ -10,7 +10,7 @@ from deployments.local import servers, stack
 from deployments.prefect.api import PrefectApi, answers
 from tasks.config.settings import Settings
 from tasks.machine.processes import ProcessGroup
-from tests.e2e.test_run import until
+from tests.support.stack import until
 
 pytestmark = pytest.mark.e2e
 

@@ -8,8 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from typing import Any
 
 import psutil
@@ -19,8 +17,8 @@ from deployments.local import stack
 from deployments.prefect.api import PrefectApi
 from tasks.config.settings import Settings
 from tasks.exchange.ledger import ActorRow, Ledger
-from tests.e2e.test_stack import hexflow
 from tests.support.places import EXPERIMENTS
+from tests.support.stack import hexflow, until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]
 
@@ -59,13 +57,6 @@ class Run:
 
     def summary(self, run_id: str) -> dict[str, Any]:
         return json.loads((self.settings.runs / run_id / "summary.json").read_text())
-
-
-def until(condition: Callable[[], bool], deadline_s: float, what: str) -> None:
-    give_up = time.monotonic() + deadline_s
-    while not condition():
-        assert time.monotonic() < give_up, f"did not happen within {deadline_s:.0f} s: {what}"
-        time.sleep(0.2)
 
 
 def actor(ledger: Ledger, run_id: str, role: str) -> ActorRow:

@@ -1,335 +1,42 @@
-"""The stack's parts, and once the whole of it for real."""
+"""The whole stack, for real: it keeps its schedules, starts, heals and ends."""
 
 import os
 import signal
-import socket
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator
-from datetime import UTC, datetime, timedelta
-from pathlib import Path
-from typing import ClassVar
 
-import psutil
 import pytest
 
 from deployments.local import servers, stack
-from deployments.local.servers import Member, StackState
-from deployments.prefect.api import Json, PrefectApi, answers
-from deployments.prefect.versions import local_versions
+from deployments.prefect.api import PrefectApi
 from planners.errors import UserError
 from tasks.config.settings import Settings
-from tasks.exchange.ledger import Ledger
-from tasks.machine.discovery import discover_machine
-from tasks.machine.processes import ProcessGroup, end_sessions
-from tasks.tracking import tracker as tracking
+from tests.support.places import DEPLOYMENTS
+from tests.support.stack import flow_runs, hexflow, runs, until
 
-SLEEPER = [sys.executable, "-c", "import time; time.sleep(600)"]
+pytestmark = pytest.mark.e2e
 
 
-@pytest.fixture
-def sleeper(settings: Settings) -> Iterator[Member]:
-    """A small process that stands for a member of the stack."""
-    member = servers.start_member(settings, "sleeper", SLEEPER, {servers.MARKER: str(settings.home)})
-    yield member
-    if member.alive():
-        end_sessions([member.pid], grace_s=0.0)
+def test_a_schedule_of_a_minute_starts_runs(stack_settings: Settings) -> None:
+    """Those made in the UI run, and complete; with SQLAlchemy 2.1 Prefect schedules none, and only logs it."""
+    assert hexflow("up").returncode == 0
+    found = stack.find(stack_settings)
+    assert found is not None
+    api = PrefectApi(found.prefect_url)
+    deployment = api.call("GET", "/deployments/name/plan/plan")["id"]
+    parameters = {"cluster": {"file": str(DEPLOYMENTS / "clusters" / "laptop.yaml")}}
+    every_minute = {"schedule": {"cron": "* * * * *"}, "active": True, "parameters": parameters}
+    (schedule,) = api.call("POST", f"/deployments/{deployment}/schedules", [every_minute])
 
+    def scheduled_states() -> set[str]:
+        body = {"deployments": {"id": {"any_": [deployment]}}, "flow_runs": {"tags": {"all_": ["auto-scheduled"]}}}
+        return {run["state"]["type"] for run in api.call("POST", "/flow_runs/filter", body)}
 
-def wait_until(condition: Callable[[], bool], what: str, deadline_s: float = 30.0) -> None:
-    deadline = time.monotonic() + deadline_s
-    while not condition():
-        assert time.monotonic() < deadline, f"waited {deadline_s:.0f} s for {what}"
-        time.sleep(0.02)
-
-
-@pytest.fixture
-def free_port() -> int:
-    """A loopback port that nobody listens on."""
-    return servers.choose_port(0)
-
-
-def state_with(member: Member | None = None, **identity: str) -> StackState:
-    members = {"worker-cpu": member} if member else {}
-    return StackState(prefect_url="", mlflow_url="", identity=identity, members=members)
-
-
-def test_a_recycled_pid_is_not_a_member(sleeper: Member) -> None:
-    assert sleeper.alive()
-    assert not sleeper.model_copy(update={"started_s": sleeper.started_s - 60}).alive()
-    end_sessions([sleeper.pid])
-    assert not sleeper.alive()
-
-
-def test_state_survives_a_round_trip(settings: Settings, sleeper: Member) -> None:
-    assert servers.load_state(settings) is None
-    state = state_with(sleeper, prefect="3.7.7")
-    servers.save_state(settings, state)
-    assert servers.load_state(settings) == state
-
-
-def test_a_damaged_state_file_is_told(settings: Settings) -> None:
-    servers.state_path(settings).write_text('{"prefect_url": ')
-    with pytest.raises(UserError, match="damaged"):
-        servers.load_state(settings)
-
-
-def test_marked_processes_are_those_of_this_home(settings: Settings, sleeper: Member) -> None:
-    other = settings.home.parent / "other"
-    elsewhere = Settings(home=other, runs=settings.runs, ledger_url=settings.ledger_url)
-    assert [process.pid for process, _ in servers.marked_processes(settings)] == [sleeper.pid]
-    assert list(servers.marked_processes(elsewhere)) == []
-
-
-def test_down_ends_what_the_state_file_does_not_know(settings: Settings, sleeper: Member) -> None:
-    assert stack.down(settings, lambda _: None)
-    assert not sleeper.alive()
-    assert not stack.down(settings, lambda _: None)
-
-
-FLOW_RUN = """
-import pathlib, signal, sys, time
-def leave(*_):
-    left = pathlib.Path(sys.argv[1])
-    earlier = sorted(other.name for other in left.parent.glob("*.left"))
-    time.sleep(0.2)  # a kill by the worker comes at once
-    left.write_text(" ".join(earlier))
-    sys.exit(0)
-signal.signal(signal.SIGTERM, leave)
-print("ready", flush=True)
-time.sleep(600)
-"""
-WORKER = f"""
-import signal, subprocess, sys, time
-flow_run = subprocess.Popen([sys.executable, "-c", {FLOW_RUN!r}, sys.argv[1]])
-def leave(*_):
-    flow_run.kill()
-    sys.exit(0)
-signal.signal(signal.SIGTERM, leave)
-while True:
-    time.sleep(0.05)
-    flow_run.poll()
-"""
-"""A worker as Prefect's is: it kills its flow run when it is told to end."""
-
-
-def test_down_lets_flow_runs_close_their_books_those_of_runs_first(settings: Settings, tmp_path: Path) -> None:
-    members = {}
-    for name in ("worker-cpu", "worker-control"):
-        argv = [sys.executable, "-c", WORKER, str(tmp_path / f"{name}.left")]
-        members[name] = servers.start_member(settings, name, argv, {servers.MARKER: str(settings.home)})
-    wait_until(lambda: all(member.log.read_text() == "ready\n" for member in members.values()), "the flow runs")
-    state = state_with()
-    state.members = members
-    servers.save_state(settings, state)
-    assert stack.down(settings, lambda _: None)
-    assert not any(member.alive() for member in members.values())
-    assert (tmp_path / "worker-control.left").read_text() == ""
-    assert (tmp_path / "worker-cpu.left").read_text() == "worker-control.left"
-
-
-def test_what_a_killed_server_leaves_is_ended_and_nothing_else(settings: Settings, sleeper: Member) -> None:
-    """The child of MLflow's server serves on, and would keep the port."""
-    code = (
-        "import subprocess, sys, time\n"
-        "print(subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']).pid, flush=True)\n"
-        "time.sleep(600)"
-    )
-    members, children = {"sleeper": sleeper}, {}
-    for name, home in (("mlflow", settings.home), ("prefect", "another"), ("worker-cpu", settings.home)):
-        members[name] = servers.start_member(settings, name, [sys.executable, "-c", code], {servers.MARKER: str(home)})
     try:
-        leaders = [name for name in members if name != "sleeper"]
-        wait_until(lambda: all(members[name].log.read_text().endswith("\n") for name in leaders), "the children")
-        for name in leaders:
-            children[name] = psutil.Process(int(members[name].log.read_text()))
-            os.kill(members[name].pid, signal.SIGKILL)
-        wait_until(lambda: not any(members[name].alive() for name in leaders), "the leaders' end")
-        state = state_with()
-        state.members = members
-        servers.save_state(settings, state)
-        said: list[str] = []
-        stack._end_orphans(settings, said.append)
-        assert {name: runs(child) for name, child in children.items()} == {
-            "mlflow": False,
-            "prefect": True,
-            "worker-cpu": True,
-        }
-        assert sleeper.alive()
-        assert said == ["The mlflow server was killed; ending what is left of it."]
+        until(lambda: not scheduled_states() <= {"SCHEDULED", "PENDING", "RUNNING"}, 300, "a scheduled run's end")
     finally:
-        end_sessions([member.pid for member in members.values()], grace_s=0.0)
+        api.call("DELETE", f"/deployments/{deployment}/schedules/{schedule['id']}")
+    assert scheduled_states() <= {"SCHEDULED", "PENDING", "RUNNING", "COMPLETED"}
 
 
-def test_workers_stay_when_a_server_comes_back_on_its_port(
-    settings: Settings, sleeper: Member, free_port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """They have nothing to do with MLflow's; of Prefect's, those that run nothing start anew."""
-    monkeypatch.setattr(servers, "prefect_server_argv", lambda port: SLEEPER)
-    monkeypatch.setattr(servers, "mlflow_server_argv", lambda settings, port: SLEEPER)
-    state = state_with(sleeper)
-    argv = [sys.executable, "-c", WORKER, str(tmp_path / "left")]
-    state.members["worker-busy"] = servers.start_member(settings, "worker-busy", argv, {})
-    wait_until(lambda: bool(state.members["worker-busy"].log.read_text()), "its flow run")
-    state.own_urls = {
-        name: f"http://127.0.0.1:{free_port}{path}" for name, path in (("mlflow", ""), ("prefect", "/api"))
-    }
-    try:
-        stack._start_server(settings, state, "mlflow", print)
-        assert set(state.members) == {"worker-cpu", "worker-busy", "mlflow"}
-        assert sleeper.alive()
-        stack._start_server(settings, state, "prefect", print)
-        assert set(state.members) == {"worker-busy", "prefect", "mlflow"}
-    finally:
-        end_sessions([member.pid for member in state.members.values()], grace_s=0.0)
-
-
-class SettledApi(PrefectApi):
-    """A server with a flow run whose process is gone, one that lives, one that starts just now and one that crashed."""
-
-    closed: ClassVar[list[tuple[str, str]]] = []
-
-    def flow_runs(self, state_types: list[str]) -> list[Json]:
-        if state_types == ["CRASHED"]:
-            return [{"id": "flow-crashed"}]
-        ages_h = {"flow-gone": 1, "flow-living": 1, "flow-starting": -1}
-        return [
-            {"id": name, "state": {"timestamp": (datetime.now(UTC) - timedelta(hours=age_h)).isoformat()}}
-            for name, age_h in ages_h.items()
-        ]
-
-    def set_state(self, flow_run_id: str, state_type: str, message: str, force: bool = False) -> None:
-        self.closed.append((flow_run_id, state_type))
-
-
-def test_runs_whose_process_was_killed_are_closed(
-    settings: Settings, sleeper: Member, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whether their worker saw it and called the flow run crashed, or was killed itself."""
-    settled: list[tuple[set[str], bool]] = []
-    monkeypatch.setattr(SettledApi, "closed", [])
-    monkeypatch.setattr(stack, "PrefectApi", SettledApi)
-    monkeypatch.setattr(
-        stack, "_settle_runs", lambda settings, url, flow_runs, is_cancelled: settled.append((flow_runs, is_cancelled))
-    )
-    monkeypatch.setattr(
-        servers, "marked_processes", lambda settings: [(psutil.Process(), {"PREFECT__FLOW_RUN_ID": "flow-living"})]
-    )
-    state = state_with()
-    state.members = {"prefect": sleeper}
-    stack._settle_flow_runs(settings, state, "CANCELLED", "Ended.", datetime.now(UTC))
-    assert SettledApi.closed == [("flow-gone", "CANCELLED")]
-    assert settled == [({"flow-gone", "flow-crashed"}, True)]
-
-
-@pytest.mark.parametrize(
-    ("is_cancelled", "state", "status"), [(True, "cancelled", "KILLED"), (False, "failed", "FAILED")]
-)
-def test_a_run_that_is_settled_keeps_no_actor_at_work(
-    settings: Settings, monkeypatch: pytest.MonkeyPatch, is_cancelled: bool, state: str, status: str
-) -> None:
-    ended: list[tuple[object, ...]] = []
-    monkeypatch.setattr(tracking, "end_run", lambda *arguments: ended.append(arguments))
-    ledger = Ledger(settings.ledger_url)
-    sizes = {"prompts_per_step": 1, "max_staleness": 1, "steps": 1, "max_attempts_per_prompt": 1}
-    for run_id in ("gone", "other"):
-        ledger.create_run(run_id, flow_run_id=f"flow-{run_id}", **sizes)
-        for role in ("supervisor", "trainer", "replica"):
-            ledger.heartbeat(ledger.register(run_id, role, 0, pid=1, machine="here"))
-        ledger.set_mlflow_run(run_id, f"mlflow-{run_id}")
-    stack._settle_runs(settings, "http://mlflow", {"flow-gone"}, is_cancelled)
-    states = {
-        run.run_id: (run.state, {actor.state for actor in ledger.actors(run.run_id)}) for run in ledger.list_runs()
-    }
-    assert states == {"gone": (state, {"fenced"}), "other": ("running", {"running"})}
-    assert ended == [("http://mlflow", "mlflow-gone", status)]
-
-
-def test_down_without_a_home_makes_none(tmp_path: Path) -> None:
-    home = tmp_path / "none"
-    assert not stack.down(Settings(home=home, runs=tmp_path, ledger_url=""), lambda _: None)
-    assert not home.exists()
-
-
-def test_up_refuses_a_stack_of_other_devices(
-    settings: Settings, sleeper: Member, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HEXFLOW_DEVICES", f"fast={min(os.sched_getaffinity(0))}")
-    known = state_with(sleeper, **local_versions(), machine="elsewhere")
-    servers.save_state(settings, known)
-    with pytest.raises(UserError, match=r"another machine.*elsewhere.*hexflow down"):
-        stack.up(settings, lambda _: None)
-
-
-def test_up_refuses_workers_of_older_code(settings: Settings, sleeper: Member) -> None:
-    """As `git pull` leaves them."""
-    state = stack._wanted_state(settings, discover_machine())
-    state.members = {"worker-cpu": sleeper}
-    servers.save_state(settings, state)
-    assert stack._wanted_state(settings, discover_machine()).members == state.members
-    state.identity["worker code"] = "older"
-    servers.save_state(settings, state)
-    with pytest.raises(UserError, match=r"another worker code runs \(older, .*hexflow down"):
-        stack.up(settings, lambda _: None)
-
-
-def test_what_a_named_server_was_set_up_with_is_not_taken_for_our_own(settings: Settings) -> None:
-    for server, deployed in (("own", "fingerprint"), ("http://elsewhere/api", "")):
-        known = state_with(**{"Prefect server": server})
-        known.deployed = "fingerprint"
-        servers.save_state(settings, known)
-        assert stack._wanted_state(settings, discover_machine()).deployed == deployed
-
-
-def test_up_refuses_a_named_server_that_is_not_there(
-    settings: Settings, free_port: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    state = state_with()
-    state.prefect_url = f"http://127.0.0.1:{free_port}/api"
-    with pytest.raises(UserError, match="PREFECT_API_URL is set"):
-        stack._require_named_servers(state, own=[])
-
-
-def test_a_home_that_cannot_be_made_is_told(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    blocked = Settings(home=tmp_path / "file" / "home", runs=tmp_path, ledger_url="")
-    with pytest.raises(UserError, match="HEXFLOW_HOME"), stack._locked(blocked, print):
-        pass
-
-
-def test_a_member_that_ends_early_is_told_with_its_log(settings: Settings) -> None:
-    argv = [sys.executable, "-c", "print('port taken')"]
-    member = servers.start_member(settings, "short", argv, {})
-    with pytest.raises(UserError, match=r"short server ended.*port taken.*short\.log"):
-        stack._wait("short server", lambda: False, member, 30.0, lambda _: None)
-
-
-def test_a_wait_ends_at_its_deadline(settings: Settings, sleeper: Member) -> None:
-    with pytest.raises(UserError, match="did not answer within 0 s"):
-        stack._wait("sleeper", lambda: False, sleeper, 0.3, lambda _: None)
-
-
-def test_a_taken_port_is_not_chosen() -> None:
-    with socket.socket() as holder:
-        holder.bind((servers.HOST, 0))
-        holder.listen()
-        taken = int(holder.getsockname()[1])
-        chosen = servers.choose_port(taken)
-    assert chosen != taken
-    assert servers.choose_port(chosen) == chosen
-
-
-def test_children_resolve_to_the_same_stack(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NO_PROXY", "intranet")
-    env = servers.environment(settings, "http://127.0.0.1:1/api", "http://127.0.0.1:2")
-    assert settings.environment().items() <= env.items()
-    assert env["PREFECT_API_URL"] == "http://127.0.0.1:1/api"
-    assert env["MLFLOW_TRACKING_URI"] == "http://127.0.0.1:2"
-    assert set(env["NO_PROXY"].split(",")) == {"intranet", "127.0.0.1", "localhost"}
-
-
-@pytest.mark.e2e
 def test_a_real_stack_starts_heals_and_ends(stack_settings: Settings) -> None:
     """Set-up made what prefect.yaml says; `up` again is a no-op; a killed worker comes back; `down` leaves nothing."""
     up = hexflow("up")
@@ -352,7 +59,7 @@ def test_a_real_stack_starts_heals_and_ends(stack_settings: Settings) -> None:
     again = stack.find(stack_settings)
     assert again is not None
     assert again.members == first.members
-    wait_until(lambda: not flow_runs(stack_settings), "the processes of earlier tests' flow runs to leave", 120.0)
+    until(lambda: not flow_runs(stack_settings), 120, "the end of the processes of earlier tests' flow runs")
     pss = {
         " ".join(process.cmdline()): process.memory_full_info().pss
         for process, _ in servers.marked_processes(stack_settings)
@@ -373,70 +80,3 @@ def test_a_real_stack_starts_heals_and_ends(stack_settings: Settings) -> None:
     for name in ("worker-control", "worker-fast"):  # the other one may have been starting still
         assert " stopped.\n" in healed.members[name].log.read_text(), f"{name} did not hear SIGTERM and was killed"
     assert hexflow("status").returncode == 1
-
-
-def flow_runs(settings: Settings) -> list[psutil.Process]:
-    """The stack's processes that carry out flow runs."""
-    return [process for process, _ in servers.marked_processes(settings) if "prefect.engine" in process.cmdline()]
-
-
-def runs(process: psutil.Process) -> bool:
-    """Whether the process is more than an entry that init has yet to reap."""
-    try:
-        return process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
-def hexflow(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "deployments.cli.main", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-        # As a script starts what it puts into the background; all processes of the stack inherit it.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),
-    )
-
-
-def test_a_server_is_known_by_the_process_that_listens(tmp_path: Path, free_port: int) -> None:
-    """Another program's server on our port answers as well, and must not be taken for ours."""
-    command = [sys.executable, "-m", "http.server", str(free_port), "--bind", "127.0.0.1"]
-    foreign = ProcessGroup.start(command, {}, tmp_path / "foreign.log")
-    idle = ProcessGroup.start([sys.executable, "-c", "import time; time.sleep(60)"], {}, tmp_path / "idle.log")
-    try:
-        url = f"http://127.0.0.1:{free_port}/"
-        deadline = time.monotonic() + 20
-        while not answers(url):
-            assert time.monotonic() < deadline, "the server did not start"
-            time.sleep(0.05)
-        listening, silent = (
-            servers.Member(pid=group.pid, started_s=psutil.Process(group.pid).create_time(), log=group.log)
-            for group in (foreign, idle)
-        )
-        assert stack._serves(listening, url)
-        assert not stack._serves(silent, url)
-        assert servers.is_taken(free_port)
-        assert listening.children() == []
-    finally:
-        foreign.stop()
-        idle.stop()
-
-
-def test_a_port_taken_meanwhile_is_replaced(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What another program does between the look at a port and a server's start must not end a person's command."""
-    said: list[str] = []
-    outcomes = iter(
-        [stack._PortTaken("Port 4200 was taken."), stack.Stack("http://127.0.0.1:1/api", "http://127.0.0.1:2")]
-    )
-
-    def up_once(*_: object) -> stack.Stack:
-        outcome = next(outcomes)
-        if isinstance(outcome, stack._PortTaken):
-            raise outcome
-        return outcome
-
-    monkeypatch.setattr(stack, "_up", up_once)
-    assert stack.up(settings, said.append).prefect_page == "http://127.0.0.1:1"
-    assert said == ["Port 4200 was taken. Trying another port."]
