@@ -19,7 +19,7 @@ from tasks.training.algorithms.losses import permute_advantages, with_advantages
 from tasks.training.engine import Engine, StepResult
 from tasks.training.policy import Policy, load_policy
 from tests.support.places import REPOSITORY
-from tests.support.training import one_rank, tiny_model
+from tests.support.training import make_engine, tiny_model
 
 GOLDEN = REPOSITORY / "tests" / "golden"
 RECORDED = json.loads((GOLDEN / "recordings.json").read_text())
@@ -62,15 +62,21 @@ def digest(weight: Tensor) -> list[float]:
 
 
 def _engine(model: str, choices: dict[str, Any], tiny_random: Path) -> Engine:
-    algorithm = AlgorithmSection.model_validate(choices)
+    of_the_plan = {"zero_stage", "tokens_per_micro_batch"}
+    algorithm = AlgorithmSection.model_validate({k: v for k, v in choices.items() if k not in of_the_plan})
     if model == "tiny-random":
         policy = load_policy(tiny_random, choices["temperature"], _MAX_CONTEXT, torch.float32)
     else:
         small = tiny_model()
         small.load_state_dict(load_file(GOLDEN / "small-start.safetensors"), strict=False)  # the tied head is not there
         policy = Policy(small, choices["temperature"])
-    steps = len(recorded_groups(model))
-    return Engine(policy, algorithm, steps, one_rank(), torch.float32)
+    return make_engine(
+        algorithm,
+        steps=len(recorded_groups(model)),
+        policy=policy,
+        zero_stage=choices["zero_stage"],
+        micro_batch_tokens=choices["tokens_per_micro_batch"],
+    )
 
 
 def _group(group: dict[str, Any]) -> Group:
