@@ -31,6 +31,8 @@ FINAL = ("COMPLETED", "FAILED", "CRASHED", "CANCELLED")
 STEPS_SHOWN = 8
 PACE_STEPS = 10
 """Steps over which the time left is estimated: the first ones are slower."""
+STEPS_READ = max(STEPS_SHOWN, PACE_STEPS) + 1
+"""With the step before the first one shown, at whose end that one began."""
 
 
 class Books(Protocol):
@@ -42,14 +44,14 @@ class Books(Protocol):
     def progress(self, run_id: str) -> Progress:
         """How far it is."""
 
-    def steps(self, run_id: str) -> list[StepRow]:
-        """Its finished steps."""
+    def steps(self, run_id: str, since: int = 0) -> list[StepRow]:
+        """Its finished steps from step `since` on."""
 
     def actors(self, run_id: str) -> list[ActorRow]:
         """Its actors."""
 
-    def spans(self, run_id: str) -> list[SpanRow]:
-        """Their times."""
+    def spans(self, run_id: str, since_s: float | None = None) -> list[SpanRow]:
+        """Their times that ended after `since_s`."""
 
     def ask_to_cancel(self, flow_run_id: str) -> None:
         """Ask for the run's end."""
@@ -57,7 +59,10 @@ class Books(Protocol):
 
 @dataclass(frozen=True)
 class View:
-    """One look at the run; `run` is None until the flow has made it."""
+    """One look at the run; `run` is None until the flow has made it.
+
+    `steps` are the last ones, and `spans` the times since the first of these ended.
+    """
 
     flow_state: str
     run: RunRow | None = None
@@ -67,13 +72,17 @@ class View:
     spans: Sequence[SpanRow] = ()
 
 
-def look(books: Books, flow_run_id: str, flow_state: str) -> View:
-    """Read the run from the ledger."""
+def look(books: Books, flow_run_id: str, flow_state: str, printed_step: int | None) -> View:
+    """Read of the run what is shown: the last steps, and those after `printed_step`, the last one seen before."""
     run = books.find_run(flow_run_id=flow_run_id)
     if run is None:
         return View(flow_state)
     run_id = run.run_id
-    return View(flow_state, run, books.progress(run_id), books.steps(run_id), books.actors(run_id), books.spans(run_id))
+    progress = books.progress(run_id)
+    since = progress.step - STEPS_READ
+    steps = books.steps(run_id, since if printed_step is None else min(since, printed_step))
+    spans = books.spans(run_id, steps[0].end_s) if steps else []
+    return View(flow_state, run, progress, steps, books.actors(run_id), spans)
 
 
 def supervisor_of(view: View) -> ActorRow | None:
@@ -287,7 +296,7 @@ class Follower:
     def _look(self) -> View:
         """The run as the ledger has it now; while that cannot be read, as it was seen last."""
         try:
-            self._view = look(self._books, self._flow_run_id, self._state["name"])
+            self._view = look(self._books, self._flow_run_id, self._state["name"], self._printed_step)
         except SQLAlchemyError as error:
             self._announce(f"The ledger cannot be read: {cause_of(error)}.")
         return self._view
@@ -334,7 +343,7 @@ class Follower:
             return
         # A log wants one line per event, not a picture.
         if view.run is not None and self._printed_step is None:
-            self._printed_step = len(view.steps) - 1  # a resumed run's earlier steps are no news
+            self._printed_step = view.steps[-1].step if view.steps else -1  # a resumed run's earlier steps are no news
         new = [row for row in view.steps if self._printed_step is not None and row.step > self._printed_step]
         for row in new:
             self._print(describe_step(view, row))

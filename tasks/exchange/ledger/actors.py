@@ -45,10 +45,12 @@ class Actors(Database):
         """
         if state not in ACTIVE:
             raise ValueError(f"an actor that beats is {' or '.join(ACTIVE)}, not {state}; `finish` ends it")
-        with self.write(actor.run_id) as connection:
-            if require_current(connection, actor) in ACTIVE:
-                values = {"state": state, "message": message, "heartbeat_s": now_s()}
-                connection.execute(update(actors).where(*rows_of(actor, actors)).values(**values))
+        values = {"state": state, "message": message, "heartbeat_s": now_s()}
+        # One short statement on a row of its own, which needs no other writer to wait: who fences it changes the row.
+        beat = update(actors).where(*rows_of(actor, actors), actors.c.state.in_(ACTIVE)).values(**values)
+        with self.write(None) as connection:
+            if connection.execute(beat).rowcount == 0:
+                require_current(connection, actor)
 
     def finish(self, actor: Actor, state: str, message: str = "") -> None:
         """Say that the actor is done or failed. What it still holds is given out again; the first word counts."""

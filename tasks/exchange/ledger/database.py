@@ -68,14 +68,14 @@ class Database:
             yield connection
 
     @contextmanager
-    def write(self, key: str) -> Iterator[Connection]:
+    def write(self, key: str | None) -> Iterator[Connection]:
         """A transaction that writes what belongs to `key` (a run's id): whole or not at all, one at a time.
 
         Writers wait for each other before their first statement, so what a transaction has read is still true when it
-        commits.
+        commits. None is for a single statement on a single row, which is one at a time by itself.
         """
         with self._writers.connect() as connection, connection.begin():
-            if connection.dialect.name == "postgresql":
+            if key is not None and connection.dialect.name == "postgresql":
                 connection.execute(select(func.pg_advisory_xact_lock(func.hashtext(key))))
             yield connection
 

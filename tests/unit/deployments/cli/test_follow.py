@@ -7,7 +7,18 @@ import pytest
 from rich.console import Console
 
 from deployments.cli import follow
-from deployments.cli.follow import Follower, View, describe_step, draw, ending, outcome, time_left_s, waiting_for
+from deployments.cli.follow import (
+    Follower,
+    View,
+    describe_step,
+    draw,
+    ending,
+    look,
+    outcome,
+    step_figures,
+    time_left_s,
+    waiting_for,
+)
 from deployments.cli.main import CANCELLED, EXIT_STATUS
 from deployments.prefect.api import Unreachable
 from tasks.exchange.ledger.rows import ActorRow, Progress, RunRow, SpanRow, StepRow
@@ -54,6 +65,7 @@ class FakeBooks:
     def __init__(self, *views: View) -> None:
         self._views = list(views)
         self.asked: list[str] = []
+        self.rows_read: list[StepRow | SpanRow] = []
 
     def find_run(self, *, run_id: str | None = None, flow_run_id: str | None = None) -> RunRow | None:
         self._view = self._views.pop(0) if len(self._views) > 1 else self._views[0]
@@ -63,14 +75,16 @@ class FakeBooks:
         assert self._view.progress
         return self._view.progress
 
-    def steps(self, run_id: str) -> list[StepRow]:
-        return list(self._view.steps)
+    def steps(self, run_id: str, since: int = 0) -> list[StepRow]:
+        self.rows_read += (read := [row for row in self._view.steps if row.step >= since])
+        return read
 
     def actors(self, run_id: str) -> list[ActorRow]:
         return list(self._view.actors)
 
-    def spans(self, run_id: str) -> list[SpanRow]:
-        return list(self._view.spans)
+    def spans(self, run_id: str, since_s: float | None = None) -> list[SpanRow]:
+        self.rows_read += (read := [row for row in self._view.spans if since_s is None or row.end_s > since_s])
+        return read
 
     def ask_to_cancel(self, flow_run_id: str) -> None:
         self.asked.append(flow_run_id)
@@ -110,6 +124,21 @@ def test_a_resumed_run_does_not_repeat_its_steps() -> None:
     shown, out = follower(api, a_view(STEPS[:1]), a_view(STEPS))
     shown.follow()
     assert [line.split("  ")[0] for line in out.getvalue().splitlines()] == ["step 2/4"]
+
+
+def test_a_look_at_a_long_run_reads_its_last_steps_only() -> None:
+    """And whoever missed some, as while the ledger could not be read, gets them all."""
+    steps = tuple(StepRow(number, 10.0 * number, METRICS) for number in range(500))
+    spans = tuple(SpanRow("replica", 0, 1, "wait", 10.0 * n - 5, 10.0 * n) for n in range(500))
+    view = View("Running", RUN, replace(PROGRESS, step=500, steps=1000), steps, (REPLICA,), spans)
+    books = FakeBooks(view)
+    seen = look(books, "flow-1", "Running", printed_step=None)
+    assert [row.step for row in seen.steps] == [*range(489, 500)]
+    assert len(books.rows_read) == 11 + 10
+    assert step_figures(seen, seen.steps[-1]) == step_figures(view, steps[-1])
+    assert time_left_s(seen) == time_left_s(view)
+    missed = look(FakeBooks(view), "flow-1", "Running", printed_step=100)
+    assert [row.step for row in missed.steps] == [*range(100, 500)]
 
 
 def test_time_left_is_not_fooled_by_the_gap_of_a_resume() -> None:
