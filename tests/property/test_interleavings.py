@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tasks.exchange.ledger import Ledger
-from tests.support.world import World
+from tests.support.world import SIZES, World
 
 
 @pytest.fixture(scope="module")
@@ -23,9 +23,6 @@ def ledger(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ledger]:
     opened = Ledger(f"sqlite:///{path / 'ledger.db'}")
     yield opened
     opened.close()
-
-
-SIZES = st.tuples(st.integers(1, 3), st.integers(0, 3), st.integers(1, 4))
 
 
 @settings(max_examples=15)

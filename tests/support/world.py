@@ -9,10 +9,13 @@ import random
 from dataclasses import dataclass, field
 
 import pytest
+from hypothesis import strategies as st
 
 from tasks.exchange.ledger import Actor, Fenced, Lease, Ledger
 
 Version = tuple[int, int]
+SIZES = st.tuples(st.integers(1, 3), st.integers(0, 3), st.integers(1, 4))
+"""Groups a step, staleness bound, steps."""
 
 
 @dataclass
@@ -36,6 +39,8 @@ class World:
         self.lineage, self.trained, self.taken = 0, 0, False
         self.live: set[Version] = set()
         self.files: set[Version] = set()
+        self.checkpoints: set[Version] = set()
+        self.payloads: set[int] = set()
         self.consumed: dict[int, list[int]] = {}
         self.tokens: dict[int, list[Version]] = {}
         self.prompt_of: dict[int, int] = {}
@@ -84,8 +89,19 @@ class World:
         if not self.taken:
             return False
         self.trained, self.taken = self.trained + 1, False
+        self.checkpoints.add((self.lineage, self.trained))
         self.publish()
+        if self.dice.random() < 0.8:  # else it dies before it reports, or another one does
+            self.ledger.record_step(self.trainer, self.trained - 1, "{}")
         return True
+
+    def tidy(self) -> bool:
+        """Delete payloads that nobody needs; some deletions fail, and are asked for again."""
+        named = self.ledger.disposable_groups(self.run_id, self.payloads, 1, self.dice.randint(0, self.trained))
+        assert named <= self.payloads
+        gone = {group_id for group_id in named if self.dice.random() < 0.8}
+        self.payloads -= gone
+        return bool(gone)
 
     def crash_and_resume(self) -> bool:
         zombie, step = self.trainer, self.dice.randint(0, self.trained)
@@ -154,7 +170,10 @@ class World:
         del replica.in_flight[group_id]
         numbers = [number for _, number in self.tokens[group_id]]
         newest = max(numbers) if self.dice.random() < 0.5 else None
-        facts = {"oldest_version": min(numbers), "reward_mean": 0.5, "counts": {"scored": 2}, "response_tokens": 9}
+        counts = {outcome: self.dice.randint(0, 3) for outcome in ("scored", "timeout", "error", "truncated")}
+        facts = {"oldest_version": min(numbers), "reward_mean": self.dice.random(), "counts": counts}
+        facts["response_tokens"] = self.dice.randint(0, 99)
+        self.payloads.add(group_id)
         kept = self.ledger.complete_group(replica.actor, group_id, **facts, newest_version=newest)
         assert self.ledger.complete_group(replica.actor, group_id, **facts, newest_version=newest) == kept
         return True
@@ -165,7 +184,20 @@ class World:
         group_id = self.dice.choice(list(replica.in_flight))
         del replica.in_flight[group_id]
         reason = self.dice.choice(["too_few_scored", "aborted"])
-        self.ledger.drop_group(replica.actor, group_id, reason)
+        for _ in range(self.dice.randint(1, 2)):
+            self.ledger.drop_group(replica.actor, group_id, reason)
+        return True
+
+    def name_question(self, replica: Replica) -> bool:
+        """There are few questions, so one that is quarantined comes back."""
+        if not replica.in_flight:
+            return False
+        group_id = self.dice.choice(list(replica.in_flight))
+        key = f"question-{self.prompt_of[group_id] % 3}"
+        is_wanted = self.ledger.name_question(replica.actor, group_id, key)
+        assert self.ledger.name_question(replica.actor, group_id, key) == is_wanted
+        if not is_wanted:
+            del replica.in_flight[group_id]
         return True
 
     def die_and_return(self, replica: Replica) -> bool:
@@ -194,11 +226,17 @@ class World:
     def random_action(self, with_failures: bool) -> bool:
         replica = self.dice.choice(self.replicas)
         if with_failures and self.dice.random() < 0.15:
-            failures = [self.crash_and_resume, lambda: self.drop(replica), lambda: self.die_and_return(replica)]
+            failures = [
+                self.crash_and_resume,
+                lambda: self.drop(replica),
+                lambda: self.die_and_return(replica),
+                lambda: self.name_question(replica),
+            ]
             return self.dice.choice(failures)()
         actions = [
             self.take,
             self.train,
+            self.tidy,
             lambda: self.claim(replica),
             lambda: self.load(replica),
             lambda: self.report_loaded(replica),
