@@ -12,6 +12,7 @@ from tasks.config.settings import Settings
 from tasks.exchange.ledger import Actor, Ledger
 from tests.support.ledger import ETA, RUN, STEPS, B
 from tests.support.places import REPOSITORY
+from tests.support.postgres import PostgresServer, private_postgres
 
 E2E_TIMEOUT_S = 600
 """Limit of a test marked e2e: the first start of vLLM alone takes up to 150 s on two cold cores."""
@@ -91,6 +92,13 @@ def stack_settings(_shared_settings: Settings, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("HEXFLOW_MACHINE", "tester")
     monkeypatch.setenv("HEXFLOW_DEVICES", f"fast={first};slow={second}")
     return _shared_settings
+
+
+@pytest.fixture(scope="session")
+def postgres() -> Iterator[PostgresServer]:
+    """A PostgreSQL server for all tests that need one."""
+    with private_postgres(durable=False) as server:
+        yield server
 
 
 @pytest.fixture

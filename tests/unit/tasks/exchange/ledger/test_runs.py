@@ -81,19 +81,21 @@ def test_a_file_that_is_no_database_is_a_clear_error(tmp_path: Path) -> None:
         Ledger(f"sqlite:///{tmp_path / 'ledger.db'}")
 
 
-def test_tables_of_another_version_are_refused(ledger: Ledger, tmp_path: Path) -> None:
+def test_tables_of_another_version_are_refused(ledger: Ledger, url: str) -> None:
     with ledger.write(RUN) as connection:
         connection.execute(update(schema_info).values(version=99))
     with pytest.raises(UserError, match="tables of version 99"):
-        Ledger(f"sqlite:///{tmp_path / 'ledger.db'}")
+        Ledger(url)
 
 
-def test_commits_survive_a_power_cut(ledger: Ledger, tmp_path: Path) -> None:
+def test_commits_survive_a_power_cut(tmp_path: Path) -> None:
+    ledger = Ledger(f"sqlite:///{tmp_path / 'ledger.db'}")
     with ledger.write(RUN) as connection:
         assert connection.exec_driver_sql("PRAGMA synchronous").scalar() == 2  # FULL
     with sqlite3.connect(tmp_path / "ledger.db") as plain:
         assert plain.execute("PRAGMA journal_mode").fetchone() == ("wal",)
     plain.close()
+    ledger.close()
 
 
 def test_a_failed_transaction_leaves_nothing(ledger: Ledger) -> None:
