@@ -16,12 +16,11 @@ from planners.search.make import check_wishes, make_plan
 from planners.search.next_device import MOST_DEVICES, memory_remedy, next_device_gains, what_if_gain
 from planners.search.this_machine import check_type, plan_machine
 from planners.workload.demand import Demand, demand_of
-from planners.workload.model import Model, read_model
+from planners.workload.model import ELEMENT_BYTES, Model, read_model
 from tasks.config.experiment import Experiment
 from tasks.config.settings import Settings
 from tasks.models.prepare import prepare_model
 
-_BYTES = {"float32": 4, "bfloat16": 2}
 _CURVE = (0.25, 0.5, 0.75, 1.0)
 
 
@@ -81,7 +80,7 @@ def plan_here(
     return plan_machine(
         machine,
         profiles,
-        read_model(model_path, _BYTES[experiment.model.dtype]),
+        read_model(model_path, ELEMENT_BYTES[experiment.model.dtype]),
         experiment.workload,
         minibatches=experiment.algorithm.minibatches,
         micro_batch_tokens=experiment.algorithm.tokens_per_micro_batch,
@@ -134,7 +133,7 @@ def study_cluster(
     tell("preparing the model")
     # A plan needs the model's sizes only, so a directory without weights will do.
     directory = source if source.is_dir() else prepare_model(experiment.model, settings)
-    model = read_model(directory, _BYTES[experiment.model.dtype])
+    model = read_model(directory, ELEMENT_BYTES[experiment.model.dtype])
     tell(f"planning {topology.devices:,} devices")
     plan = make_plan(topology, model, demand, **wishes)
     tell("simulating the plan")

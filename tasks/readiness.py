@@ -8,12 +8,12 @@ import tempfile
 import time
 from pathlib import Path
 
-from planners.costs.memory import CPU_KV_CACHE_BYTES
+from planners.costs.memory import CPU_KV_CACHE_BYTES, training_states
 from planners.errors import UserError
 from planners.hardware.machine import Machine
 from planners.hardware.profile import DeviceProfile
 from planners.search.this_machine import check_devices
-from planners.workload.model import read_model
+from planners.workload.model import ELEMENT_BYTES, Model, read_model
 from tasks.config.experiment import Experiment
 from tasks.config.settings import Settings
 from tasks.data.prompts import PromptSource
@@ -23,9 +23,8 @@ from tasks.machine.discovery import discover_machine
 from tasks.machine.memory import memory_bytes
 from tasks.models.prepare import load_tokenizer, prepare_model
 from tasks.profiling.profile import profile_device
-from tasks.training.memory import checkpoint_bytes, count_parameters, training_memory_bytes
+from tasks.training.memory import checkpoint_bytes
 
-_ELEMENT_BYTES = {"float32": 4, "bfloat16": 2}
 _GIB = 2**30
 _GENERATED_PROMPTS = 1000
 """Generated questions are alike: so many show whether they fit."""
@@ -83,9 +82,9 @@ def make_ready(experiment: Experiment, settings: Settings, run: RunDirectory | N
     machine = _usable_machine(experiment)
     require_places(settings)
     model_path = prepare_model(experiment.model, settings)
-    parameters = count_parameters(model_path)
-    _check_memory(experiment, machine, model_path, parameters)
-    _check_room(experiment, settings.runs, parameters, _bytes_of(run) if run else 0)
+    model = read_model(model_path, ELEMENT_BYTES[experiment.model.dtype])
+    _check_memory(experiment, machine, model)
+    _check_room(experiment, settings.runs, model, _bytes_of(run) if run else 0)
     _check_prompts(experiment, model_path)
     return model_path
 
@@ -143,14 +142,14 @@ def _check_writable(directory: Path, variable: str) -> None:
         ) from None
 
 
-def _check_memory(experiment: Experiment, machine: Machine, model_path: Path, parameters: int) -> None:
+def _check_memory(experiment: Experiment, machine: Machine, model: Model) -> None:
     """Refuse what cannot fit however the devices are split; activations and libraries come on top."""
     if any(device.kind == "cuda" for device in machine.devices):
-        _check_gpu_memory(experiment, machine, model_path, parameters)
+        _check_gpu_memory(experiment, machine, model)
         return
     # One process trains and one generates, in the same memory.
-    training = training_memory_bytes(parameters, experiment.algorithm.zero_stage, ranks=1)
-    rollout = parameters * _ELEMENT_BYTES[experiment.model.dtype] + CPU_KV_CACHE_BYTES
+    training = training_states(model, data_ranks=1, zero=experiment.algorithm.zero_stage).total
+    rollout = model.weight_bytes + CPU_KV_CACHE_BYTES
     _, available = memory_bytes()
     if training + rollout > available:
         raise UserError(
@@ -160,7 +159,7 @@ def _check_memory(experiment: Experiment, machine: Machine, model_path: Path, pa
         )
 
 
-def _check_gpu_memory(experiment: Experiment, machine: Machine, model_path: Path, parameters: int) -> None:
+def _check_gpu_memory(experiment: Experiment, machine: Machine, model: Model) -> None:
     """The best case: one type trains on all of its devices but one to generate, and the largest device generates."""
     planner, stage = experiment.planner, experiment.algorithm.zero_stage
     memory = {device.device_type: device.memory_bytes for device in machine.devices}
@@ -168,16 +167,14 @@ def _check_gpu_memory(experiment: Experiment, machine: Machine, model_path: Path
     for name, count in machine.count_by_type().items():
         if planner.train_type in (None, name):
             ranks = planner.train_devices or min(count, len(machine.devices) - 1)
-            needed[name] = training_memory_bytes(parameters, stage, ranks)
+            needed[name] = training_states(model, data_ranks=ranks, zero=stage).total
     best = max(needed, key=lambda name: memory[name] - needed[name])
     if needed[best] > memory[best]:
         raise UserError(
             f"Training {experiment.model.source} under algorithm.zero_stage {stage} needs {_gib(needed[best])} on each "
             f"device, but a {best} has {_gib(memory[best])}: use zero_stage 3, more devices, or a smaller model."
         )
-    element_bytes = _ELEMENT_BYTES[experiment.model.dtype]
-    context = read_model(model_path, element_bytes).kv_bytes_per_token * experiment.model.max_context
-    rollout = parameters * element_bytes + context
+    rollout = model.weight_bytes + model.kv_bytes_per_token * experiment.model.max_context
     if rollout > max(memory.values()):
         raise UserError(
             f"Generating with {experiment.model.source} needs {_gib(rollout)} on one device, for the weights and one "
@@ -186,14 +183,14 @@ def _check_gpu_memory(experiment: Experiment, machine: Machine, model_path: Path
         )
 
 
-def _check_room(experiment: Experiment, runs: Path, parameters: int, present: int) -> None:
+def _check_room(experiment: Experiment, runs: Path, model: Model, present: int) -> None:
     """Room for the versions and checkpoints kept at once; a new one is written before the oldest is deleted.
 
     `present` bytes of them are there already.
     """
     run, storage = experiment.run, experiment.storage
-    version = parameters * _ELEMENT_BYTES[experiment.model.dtype]
-    checkpoint = checkpoint_bytes(parameters, experiment.model.dtype)
+    version = model.weight_bytes
+    checkpoint = checkpoint_bytes(model.parameters, experiment.model.dtype)
     versions = min(storage.keep_versions, run.steps) + 1
     checkpoints = min(storage.keep_checkpoints + 1, math.ceil(run.steps / run.checkpoint_every))
     needed, free = versions * version + checkpoints * checkpoint - present, shutil.disk_usage(runs).free

@@ -1,13 +1,18 @@
 """Memory by part of every device of a plan.
 
-Mixed precision as DeepSpeed keeps it, for P parameters in bf16 over d data-parallel ranks (its own estimators,
-`estimate_zero2_model_states_mem_needs` and `estimate_zero3_…`, are compared in the tests):
+States as DeepSpeed keeps them, for P parameters over d data-parallel ranks. The tests compare its own estimators,
+`estimate_zero2_model_states_mem_needs` and `estimate_zero3_…`, and count the bytes of live engines:
 
-    weights    2P  (stage 3: 2P/d + the largest layer, gathered)
-    gradients  2P  (stage 2: 2P/d; stage 3: the largest layer's, as they are reduced into the optimiser's share)
-    optimiser  16P: float32 master weights, two moments and gradients (stages 1 to 3: 16P/d)
+                 bfloat16                                    float32
+    weights      2P (stage 3: 2P/d + the largest layer)      4P (stage 3: 4P/d + the largest layer)
+    gradients    2P (2: 2P/d; 3: the largest layer's)        4P (2: 4P/d; 3: the largest layer's)
+    optimiser    16P (stages 1 to 3: 16P/d)                  8P (stages 1 and 2: 12P/d; stage 3: 16P/d)
 
-In float32 the optimiser keeps only two moments, 8P. Activations, for a micro-batch of T tokens:
+The optimiser's are two moments, 8P; float32 master weights, 4P, which float32 without ZeRO does not need; and the
+float32 gradients that an update reads, 4P, where they are not the ones above. Stage 3 also keeps its share of gradients
+through an update, 2P/d or 4P/d, when activations and gathered layers are gone.
+
+Activations, for a micro-batch of T tokens:
 
     layers     where micro-batches may be large, layers are recomputed: the input of each; else all that each keeps
     one layer  its working set, twice what it keeps
@@ -57,6 +62,39 @@ class Memory:
         return self.total <= self.available
 
 
+@dataclass(frozen=True)
+class TrainingStates:
+    """Bytes that one training rank holds, whatever the micro-batch."""
+
+    weights: float
+    gradients: float
+    optimiser: float
+
+    @property
+    def total(self) -> float:
+        """All of them."""
+        return self.weights + self.gradients + self.optimiser
+
+
+def training_states(
+    model: Model, *, data_ranks: int, zero: int, tensor_ranks: int = 1, layer_share: float = 1.0
+) -> TrainingStates:
+    """What DeepSpeed holds of a model on one rank; the table above. Arguments are those of `training_memory`."""
+    element = model.element_bytes
+    parameters = model.parameters * layer_share / tensor_ranks
+    shared = parameters / data_ranks
+    gathered = max(model.layer_parameters, model.vocabulary * model.hidden) / tensor_ranks
+    if zero == 0:
+        optimiser = (16 if element == 2 else 8) * parameters
+    else:
+        optimiser = (16 if element == 2 or zero == 3 else 12) * shared
+    return TrainingStates(
+        weights=element * (shared + gathered if zero == 3 else parameters),
+        gradients=element * (gathered if zero == 3 else shared if zero == 2 else parameters),
+        optimiser=optimiser,
+    )
+
+
 def training_memory(
     model: Model,
     demand: Demand,
@@ -78,11 +116,8 @@ def training_memory(
         micro_batches_in_flight: micro-batches whose activations a pipeline stage holds (1F1B).
     """
     element = model.element_bytes
-    parameters = model.parameters * layer_share / tensor_ranks
-    layer = max(model.layer_parameters, model.vocabulary * model.hidden) / tensor_ranks
-    states = (16 if element == 2 else 8) * parameters
-    weights = element * (parameters / data_ranks + layer if zero == 3 else parameters)
-    gradients = element * (layer if zero == 3 else parameters / data_ranks if zero == 2 else parameters)
+    split = {"data_ranks": data_ranks, "tensor_ranks": tensor_ranks}
+    states = training_states(model, zero=zero, layer_share=layer_share, **split)
     tokens = micro_batch_tokens(demand, data_ranks)
     width = (
         4 * model.hidden + (3 * model.intermediate + 2 * (model.heads + model.kv_heads) * model.head_dim) / tensor_ranks
@@ -92,9 +127,9 @@ def training_memory(
     working_set = 2 * tokens * width
     logits = min(tokens, LOGIT_CHUNK_TOKENS) * model.vocabulary / tensor_ranks * LOGIT_BYTES
     return Memory(
-        weights=weights,
-        gradients=gradients,
-        optimiser=states / data_ranks if zero >= 1 else states,
+        weights=states.weights,
+        gradients=states.gradients,
+        optimiser=states.optimiser,
         activations=(kept + working_set + tokens**2) * element + logits,
         kv=0.0,
         workspace=workspace_bytes(device),

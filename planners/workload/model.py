@@ -3,10 +3,13 @@
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from planners.errors import UserError
 
+Dtype = Literal["float32", "bfloat16"]
+"""What weights are kept in."""
+ELEMENT_BYTES: dict[Dtype, int] = {"float32": 4, "bfloat16": 2}
 ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
 
 

@@ -1,10 +1,9 @@
 """What decides a run besides its data, its rewards and its training: one section each of the experiment."""
 
-from typing import Literal
-
 from pydantic import Field, field_validator
 
 from planners.sections import NAME_PATTERN, Section
+from planners.workload.model import Dtype
 
 LONGEST_S = 604_800
 """A week."""
@@ -22,7 +21,7 @@ class ModelSection(Section):
         "tokenizer), or a directory in Hugging Face layout with safetensors weights and a tokenizer (in the form, an "
         "absolute path).",
     )
-    dtype: Literal["float32", "bfloat16"] = Field(default="float32", description="float32 on CPUs, bfloat16 on GPUs.")
+    dtype: Dtype = Field(default="float32", description="float32 on CPUs, bfloat16 on GPUs.")
     max_context: int = Field(default=512, ge=16, description="Longest prompt plus answer the engine serves, in tokens.")
 
 

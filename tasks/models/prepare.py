@@ -17,15 +17,17 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import filelock
 
 from planners.errors import UserError
+from planners.workload.model import Dtype
 from tasks.config.sections import ModelSection
 from tasks.config.settings import Settings
 from tasks.exchange.files import is_temporary, publish_directory, remove_directory, write_json
 from tasks.machine.memory import memory_bytes
+from tasks.models.dtypes import torch_dtype
 
 MANIFEST = "prepared.json"
 LOCK_DEADLINE_S = 600.0
@@ -36,8 +38,6 @@ PICKLE_PATTERNS = ("*.bin", "*.pt", "*.pth", "*.pkl", "*.pickle", "*.ckpt")
 TINY_EMBEDDING_STD = 0.075
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 GGUF_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
-
-Dtype = Literal["float32", "bfloat16"]
 
 
 @dataclass(frozen=True)
@@ -372,7 +372,7 @@ def _write_tiny_random(directory: Path, dtype: Dtype) -> None:
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         model.model.embed_tokens.weight.mul_(TINY_EMBEDDING_STD / config.initializer_range)
-    model.to(torch.bfloat16 if dtype == "bfloat16" else torch.float32).save_pretrained(directory)
+    model.to(torch_dtype(dtype)).save_pretrained(directory)
     tokenizer.save_pretrained(directory)
 
 

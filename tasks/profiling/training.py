@@ -15,6 +15,7 @@ from tasks.config.experiment import Experiment
 from tasks.exchange.layout import RunDirectory
 from tasks.exchange.trajectories import Outcome, Segment, Trajectory
 from tasks.exchange.weights import publish_weights, verify_weights
+from tasks.models.dtypes import torch_dtype
 from tasks.profiling.hardware import finish
 from tasks.training.engine import Engine
 from tasks.training.export import write_weights
@@ -50,7 +51,7 @@ def measure_training(
     """
     os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     ranks = join_ranks(_MEET_S, _WAIT_S)
-    dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[experiment.model.dtype]
+    dtype = torch_dtype(experiment.model.dtype)
     algorithm, max_context = experiment.algorithm, experiment.model.max_context
     recompute = recomputes(algorithm.tokens_per_micro_batch, max_context)
     policy = load_policy(model_path, algorithm.temperature, max_context, dtype, recompute=recompute)

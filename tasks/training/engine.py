@@ -61,6 +61,7 @@ class Engine:
     ) -> None:
         self._algorithm = algorithm
         self._zero_stage = zero_stage
+        self._parameters = sum(parameter.numel() for parameter in policy.parameters())
         self._micro_batch_tokens = micro_batch_tokens
         self._steps = steps
         self._ranks = ranks
@@ -85,7 +86,8 @@ class Engine:
             "train_micro_batch_size_per_gpu": 1,
             "gradient_accumulation_steps": 1,  # boundaries are set by hand: steps differ in their micro-batches
             "gradient_clipping": 0.0 if self._clips_here else self._algorithm.gradient_clip,
-            "zero_optimization": {"stage": self._zero_stage},
+            # A buffer of this many elements is allocated whole; by default it has 5e8, however small the model is.
+            "zero_optimization": {"stage": self._zero_stage, "reduce_bucket_size": min(self._parameters, 500_000_000)},
             "zero_allow_untested_optimizer": True,
             "bf16": {"enabled": dtype == torch.bfloat16},
             "steps_per_print": None,

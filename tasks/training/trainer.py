@@ -23,6 +23,7 @@ from tasks.exchange.ledger import Fenced, GroupRow, Ledger
 from tasks.exchange.trajectories import Group, load_group
 from tasks.lifecycle.heartbeat import FENCED_EXIT_STATUS, Heartbeat
 from tasks.machine.processes import apply_device_environment, die_with_parent
+from tasks.models.dtypes import torch_dtype
 from tasks.models.prepare import find_model
 from tasks.tracking.tracker import Tracker
 from tasks.training.algorithms.losses import permute_advantages, with_advantages
@@ -35,7 +36,6 @@ from tasks.training.ranks import Ranks, join_ranks
 
 MAX_SKIPPED_STEPS = 5  # steps in a row with an update that was not finite, before the run is given up
 TRUNCATION_WARNING = 0.5  # share of answers cut off by the length limit that is worth a warning
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _log = logging.getLogger(__name__)
 
 
@@ -126,7 +126,7 @@ class Trainer:
     def _publish(self, number: int) -> float:
         """Publish the policy as version `number`; returns the seconds it took."""
         started = time.monotonic()
-        weights = self._engine.state_dict(DTYPES[self._experiment.model.dtype])
+        weights = self._engine.state_dict(torch_dtype(self._experiment.model.dtype))
         if self._leader:
             self._leader.publish(number, weights)
             self._leader.ledger.record_span(self._leader.actor, "publish", time.monotonic() - started)
@@ -158,8 +158,8 @@ def train(args: argparse.Namespace, experiment: Experiment, leader: Leader | Non
     model_path = find_model(experiment.model, settings)
     wait_s = experiment.run.start_deadline_s + experiment.run.step_deadline_s
     ranks = join_ranks(experiment.run.start_deadline_s, wait_s)
-    algorithm, dtype = experiment.algorithm, DTYPES[experiment.model.dtype]
-    check_memory(model_path, plan.zero_stage, ranks)
+    algorithm, dtype = experiment.algorithm, torch_dtype(experiment.model.dtype)
+    check_memory(model_path, experiment.model.dtype, plan.zero_stage, ranks)
     torch.manual_seed(experiment.run.seed)
     max_context = experiment.model.max_context
     recompute = recomputes(plan.micro_batch_tokens, max_context)

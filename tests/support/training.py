@@ -54,13 +54,14 @@ def make_engine(
     policy: Policy | None = None,
     zero_stage: int = 0,
     micro_batch_tokens: int = 1024,
+    dtype: torch.dtype = torch.float32,
 ) -> Engine:
     return Engine(
         policy or Policy(tiny_model(seed=seed), algorithm.temperature),
         algorithm,
         steps,
         one_rank(),
-        torch.float32,
+        dtype,
         zero_stage=zero_stage,
         micro_batch_tokens=micro_batch_tokens,
     )

@@ -34,7 +34,6 @@ from tasks.training.checkpoints import found_checkpoints, latest_checkpoint
 from tasks.training.engine import Engine, StepResult
 from tasks.training.launch import run_ranks, run_trainer
 from tasks.training.leader import Leader, batch_metrics
-from tasks.training.memory import check_memory, count_parameters, training_memory_bytes
 from tasks.training.packing import TrainingGroup
 from tasks.training.trainer import Trainer
 from tests.support.plan import run_plan
@@ -301,15 +300,3 @@ def test_metrics_of_the_data() -> None:
     assert metrics["reward/mean"] == pytest.approx(sum(rewards) / 12)
     assert (metrics["staleness/mean"], metrics["staleness/max"]) == (2, 2)
     assert metrics["reward/zero_variance_groups"] == 0
-
-
-def test_memory_is_checked_before_the_model_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model_path = save_tiny_model(tmp_path / "model")
-    parameters = count_parameters(model_path)
-    assert parameters == sum(p.numel() for p in parameters_of(make_engine(AlgorithmSection())).values())
-    assert training_memory_bytes(1000, zero_stage=0, ranks=4) == 16_000
-    assert training_memory_bytes(1000, zero_stage=3, ranks=4) == 4_000
-    check_memory(model_path, 0, one_rank())
-    monkeypatch.setattr("tasks.training.memory.training_memory_bytes", lambda *_: 1e15)
-    with pytest.raises(UserError, match="GiB are free on cpu: free memory"):
-        check_memory(model_path, 0, one_rank())
