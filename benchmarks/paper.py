@@ -33,7 +33,7 @@ from planners.hardware.topology import Topology, read_cluster
 from planners.plan.plan import ClusterPlan, build_plan
 from planners.plan.simulator import simulate
 from planners.search.columns import Problem
-from planners.search.make import make_plan
+from planners.search.make import Goal, make_plan
 from planners.search.two_phase import Search
 from planners.workload.demand import Demand
 from planners.workload.lengths import LogNormal, constant
@@ -158,8 +158,8 @@ def areal(topology: Topology, model: Model) -> ClusterPlan:
     return min((split(topology, model, s) for s in splits), key=lambda plan: plan.step_s)
 
 
-def _two_phase(topology: Topology, model: Model, **wishes: Any) -> ClusterPlan:
-    return make_plan(topology, model, DEMAND, mode="two-phase", what_if=True, sync_mode="blocking", **wishes)
+def _two_phase(topology: Topology, model: Model, **goal: Any) -> ClusterPlan:
+    return make_plan(Problem(topology, model, DEMAND, what_if=True, sync_mode="blocking"), Goal("two-phase", **goal))
 
 
 Rows = dict[str, dict[str, float]]
@@ -238,8 +238,8 @@ def improve(devices: dict[str, DeviceType], plans: Plans) -> list[dict[str, Any]
         base = plans[size]["h800"]
         budget = paper_cluster(HEX, devices).usd_per_h
 
-        def joint(topology: Topology, sync: Any, model: Model = model, **wishes: Any) -> ClusterPlan:
-            return make_plan(topology, model, DEMAND, what_if=True, sync_mode=sync, **wishes)
+        def joint(topology: Topology, sync: Any, model: Model = model, **goal: Any) -> ClusterPlan:
+            return make_plan(Problem(topology, model, DEMAND, what_if=True, sync_mode=sync), Goal(**goal))
 
         cluster = paper_cluster(HEX, devices)
         cases = {f"8 H800 + 48 H20, {s}": joint(cluster, s) for s in ("blocking", "tree", "overlapped")}

@@ -20,7 +20,8 @@ from planners.costs.sync import SyncMode
 from planners.hardware.topology import ClusterFile, Link, MachineGroup, Topology, parse_cluster, read_cluster
 from planners.plan.plan import ClusterPlan
 from planners.plan.simulator import simulate
-from planners.search.make import Mode, make_plan
+from planners.search.columns import Problem
+from planners.search.make import Goal, Mode, make_plan
 from planners.workload.demand import Demand
 from planners.workload.lengths import LogNormal
 
@@ -55,7 +56,7 @@ def measure(topology: Topology, mode: Mode) -> tuple[dict[str, Any], ClusterPlan
     """One plan and what it cost to make."""
     began, worked = time.perf_counter(), time.process_time()
     sync: SyncMode = "blocking" if mode == "two-phase" else "tree"
-    plan = make_plan(topology, models()["7b"], LARGE_STEP, mode=mode, what_if=True, sync_mode=sync)
+    plan = make_plan(Problem(topology, models()["7b"], LARGE_STEP, what_if=True, sync_mode=sync), Goal(mode))
     in_flight = sum(r.concurrency for r in plan.replicas)
     row = {
         "devices": topology.devices,
@@ -86,7 +87,7 @@ def agreement() -> list[dict[str, Any]]:
         for prompts in (32, 8):
             for staleness in (8, 4, 2, 1, 0):
                 demand = replace(DEMAND, prompts_per_step=prompts, max_staleness=staleness, response=lengths)
-                plan = make_plan(topology, models()["7b"], demand, what_if=True, sync_mode="tree")
+                plan = make_plan(Problem(topology, models()["7b"], demand, what_if=True, sync_mode="tree"))
                 outcome = simulate(plan, steps=100, warm_up=40)
                 rows.append(
                     {

@@ -34,9 +34,10 @@ def evaluate(experiment: Experiment = Experiment(), run: str | None = None) -> d
     settings = load_settings()
     if run is not None:
         experiment = run_experiment(RunDirectory(settings.runs / run), run)
-    model_path = prepare(experiment)
+    machine = discover()
+    model_path = prepare(experiment, machine)
     weights_path = Path(model_path) if run is None else newest_weights(Ledger(settings.ledger_url), run)
-    share = evaluation_share(discover(), experiment)
+    share = evaluation_share(machine, experiment)
     with tempfile.TemporaryDirectory() as scratch:
         out = Path(scratch) / "rewards.json"
         argv = [sys.executable, "-m", "tasks.evaluation.process", "--experiment", experiment.model_dump_json()]

@@ -7,31 +7,16 @@ from typing import Any
 
 from prefect import State, flow
 from prefect.states import Failed
-from pydantic import Field
 
 from flows.pages import show_cluster_plan, show_plan
-from flows.preparation import discover, make_plan, measure, prepare
-from planners.costs.sync import SyncMode
+from flows.preparation import choose_plan, discover, measure, prepare
 from planners.errors import UserError
 from planners.plan.explain import cluster_map, gantt, memory_table
 from planners.plan.simulator import simulate
-from planners.search.make import Mode
-from planners.sections import Section
 from tasks.config.experiment import Experiment
 from tasks.config.settings import load_settings
-from tasks.planning import study_cluster
+from tasks.planning import ClusterWish, study_cluster
 from tasks.tracking.tracker import Tracker
-
-
-class ClusterWish(Section):
-    """A described cluster and what is wanted of it."""
-
-    file: str = Field(description="Cluster file, YAML; an absolute path.")
-    mode: Mode = Field(default="joint", description="How to plan.")
-    sync_mode: SyncMode = Field(default="storage", description="How weights reach the replicas.")
-    what_if: bool = Field(default=False, description="Allow layouts and sync modes that do not run yet.")
-    budget_usd_per_h: float | None = Field(default=None, description="Rent at most this much.")
-    target_tokens_per_s: float | None = Field(default=None, description="Rent for this throughput, cheaply.")
 
 
 @flow(name="plan", flow_run_name="plan-{experiment.run.name}", log_prints=True)
@@ -50,18 +35,17 @@ def plan(experiment: Experiment = Experiment(), cluster: ClusterWish | None = No
 
 def plan_on_this_machine(experiment: Experiment) -> dict[str, Any]:
     """Measure this machine, plan for it, and show the plan."""
-    model_path = prepare(experiment)
     machine = discover()
+    model_path = prepare(experiment, machine)
     profiles = measure(experiment, machine, model_path)
-    chosen = make_plan(experiment, machine, profiles, model_path)
+    chosen = choose_plan(experiment, machine, profiles, model_path)
     show_plan(chosen)
     return chosen.model_dump(mode="json", include=SHOWN | {"trainer", "replicas"})
 
 
 def plan_for_cluster(experiment: Experiment, cluster: ClusterWish) -> dict[str, Any]:
     """Plan, simulate, and show both here and in MLflow."""
-    wishes = cluster.model_dump(exclude={"file"})
-    study = study_cluster(experiment, Path(cluster.file), load_settings(), tell=print, **wishes)
+    study = study_cluster(experiment, cluster, load_settings(), tell=print)
     simulation = simulate(study.plan, keep_spans=True)
     words = study.explain()
     print(words)

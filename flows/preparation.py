@@ -13,24 +13,30 @@ from tasks.config.settings import load_settings
 from tasks.exchange.layout import RunDirectory
 from tasks.exchange.ledger import Ledger
 from tasks.machine.discovery import discover_machine
-from tasks.planning import plan_here
+from tasks.planning import plan_run
 from tasks.readiness import make_ready, profile_machine
+from tasks.training.checkpoints import WrittenBy
 
 
 @task
-def prepare(experiment: Experiment, run: RunDirectory | None = None) -> str:
+def prepare(experiment: Experiment, machine: Machine, run: RunDirectory | None = None) -> str:
     """Directory of the prepared model, after a check that data, prompts and devices fit the experiment, and `run`."""
-    return str(make_ready(experiment, load_settings(), run))
+    return str(make_ready(experiment, machine, load_settings(), run))
 
 
 @task
 def discover() -> Machine:
     """This machine and its devices, which the ledger is told of."""
     machine = discover_machine()
+    announce(machine)
+    return machine
+
+
+def announce(machine: Machine) -> None:
+    """Tell the ledger, and the log, of this machine and its devices."""
     Ledger(load_settings().ledger_url).announce_machine(machine.name, machine.model_dump_json())
     counts = ", ".join(f"{count} × {device_type}" for device_type, count in machine.count_by_type().items())
     print(f"machine {machine.name}: {counts}")
-    return machine
 
 
 @task
@@ -40,14 +46,14 @@ def measure(experiment: Experiment, machine: Machine, model_path: str) -> dict[s
 
 
 @task
-def make_plan(
+def choose_plan(
     experiment: Experiment,
     machine: Machine,
     profiles: Mapping[str, DeviceProfile],
     model_path: str,
-    train_ranks: int | None = None,
+    checkpoint: WrittenBy | None = None,
 ) -> ClusterPlan:
-    """The fastest plan of this machine under the measured rates, with the ranks that a checkpoint asks for."""
-    plan = plan_here(experiment, machine, profiles, Path(model_path), train_ranks)
+    """The run's plan; see `tasks.planning.plan_run`."""
+    plan = plan_run(experiment, machine, profiles, Path(model_path), checkpoint)
     print(plan.explanation)
     return plan

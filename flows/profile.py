@@ -15,8 +15,8 @@ def profile(experiment: Experiment = Experiment()) -> dict[str, DeviceProfile]:
     Args:
         experiment: Names the model and the sizes of a step.
     """
-    model_path = prepare(experiment)
     machine = discover()
+    model_path = prepare(experiment, machine)
     profiles = measure(experiment, machine, model_path)
     show_profiles(profiles)
     return profiles

@@ -14,7 +14,7 @@ from prefect.states import Cancelled, Failed
 from sqlalchemy.exc import SQLAlchemyError
 
 from flows.pages import ProgressArtifact, name_flow_run, show_plan, show_summary, show_tracking
-from flows.preparation import discover, make_plan, measure, prepare
+from flows.preparation import announce, choose_plan, measure, prepare
 from flows.running.context import RunContext, open_run
 from flows.running.ending import CancellationWatch, ignore_further_signals
 from flows.running.launcher import PrefectLauncher
@@ -66,10 +66,10 @@ def conduct(run: RunContext) -> dict[str, Any] | State[Any]:
 def carry_out(run: RunContext, tracker: Tracker) -> dict[str, Any]:
     """Everything between a run's begin and its end; returns the summary."""
     show_tracking(tracker)
-    model_path = prepare(run.experiment, run.directory)
-    machine = discover()
-    profiles = measure(run.experiment, machine, model_path)
-    plan = make_plan(run.experiment, machine, profiles, model_path, run.resume_ranks)
+    announce(run.machine)
+    model_path = prepare(run.experiment, run.machine, run.directory)
+    profiles = measure(run.experiment, run.machine, model_path)
+    plan = choose_plan(run.experiment, run.machine, profiles, model_path, run.written_by)
     require_startable(plan)
     epoch = record_plan(run, plan, tracker)
     require_free(plan, run.settings)

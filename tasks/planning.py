@@ -3,104 +3,116 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
+from pydantic import Field
+
+from planners.costs.sync import SyncMode
+from planners.errors import UserError
 from planners.hardware.machine import Machine
 from planners.hardware.profile import DeviceProfile
-from planners.hardware.topology import Topology, read_cluster
+from planners.hardware.topology import Topology, discovered, read_cluster
 from planners.plan.explain import budget_curve, explain
 from planners.plan.plan import ClusterPlan
 from planners.plan.simulator import shown_steps, with_simulated_step
-from planners.search.columns import TrainingWish
-from planners.search.make import check_wishes, make_plan
+from planners.search.columns import Problem, TrainingWish
+from planners.search.make import Goal, Mode, check_goal, make_plan
 from planners.search.next_device import MOST_DEVICES, memory_remedy, next_device_gains, what_if_gain
-from planners.search.this_machine import check_type, plan_machine
+from planners.search.this_machine import plan_machine
+from planners.sections import Section
 from planners.workload.demand import Demand, demand_of
-from planners.workload.model import ELEMENT_BYTES, Model, read_model
+from planners.workload.model import ELEMENT_BYTES, read_model
 from tasks.config.experiment import Experiment
 from tasks.config.settings import Settings
 from tasks.models.prepare import prepare_model
+from tasks.training.checkpoints import WrittenBy
+from tasks.wishes import check_type, usable_devices
 
 _CURVE = (0.25, 0.5, 0.75, 1.0)
 
 
-@dataclass(frozen=True)
-class ClusterStudy:
-    """A plan and what it was made from; `wishes` are the further arguments of `planners.search.make.make_plan`."""
-
-    plan: ClusterPlan
-    topology: Topology
-    model: Model
-    demand: Demand
-    wishes: dict[str, Any]
-
-    def explain(self) -> str:
-        """Why this split; for a given cluster also what one more device of each type would bring."""
-        budget = self.wishes.get("budget_usd_per_h")
-        what = (self.topology, self.model, self.demand)
-        large = shown_steps(self.plan.demand) is None  # then each question takes as long as the plan itself
-        if self.plan.mode != "joint" or budget or self.wishes.get("target_tokens_per_s") or large:
-            return explain(self.plan, budget_usd_per_h=budget)
-        how = {key: self.wishes[key] for key in ("what_if", "training_wish") if key in self.wishes}
-        idle = any(m.training + m.rollout < m.devices for m in self.plan.machines)
-        asks = idle and not how.get("what_if") and self.topology.devices < MOST_DEVICES
-        return "\n".join(
-            [
-                explain(
-                    self.plan,
-                    next_device_gains(*what, self.plan, **how),
-                    opened=what_if_gain(*what, self.plan) if asks else None,
-                ),
-                *memory_remedy(*what, self.plan, **how),
-            ]
-        )
-
-    def budget_curve(self) -> list[tuple[float, ClusterPlan]]:
-        """The best plan for quarters of what the whole cluster costs, in USD/h; budgets that buy none are left out."""
-        whole = sum(node.device.usd_per_h * node.devices for node in self.topology.nodes)
-        how = {key: self.wishes[key] for key in ("what_if", "sync_mode", "training_wish") if key in self.wishes}
-        budgets = [share * whole for share in _CURVE]
-        return list(budget_curve(self.topology, self.model, self.demand, budgets, **how))
-
-
-def plan_here(
+def plan_run(
     experiment: Experiment,
     machine: Machine,
     profiles: Mapping[str, DeviceProfile],
     model_path: Path,
-    train_ranks: int | None = None,
+    checkpoint: WrittenBy | None = None,
 ) -> ClusterPlan:
-    """The fastest plan of this machine under the measured rates and the experiment's wishes.
+    """The plan of a run: here it starts, and nobody else makes one.
 
-    A run that goes on from a checkpoint needs the `train_ranks` that wrote it.
+    The devices that the experiment may use are planned at their measured rates, under its wishes. Answers are as long
+    as its `workload.response_lengths` say; without them, as the longest mean that a profile saw; without that,
+    `workload.max_new_tokens`.
+
+    Args:
+        experiment: the run's.
+        machine: the devices; their order does not matter.
+        profiles: one per device type that may be used, by name.
+        model_path: the prepared model.
+        checkpoint: what the run goes on from.
 
     Raises:
-        UserError: too few devices, a wish that leaves no plan, or a model that does not fit.
+        UserError: too few devices, a device type without a profile, a wish that leaves no plan, or a model that does
+            not fit.
     """
-    return plan_machine(
-        machine,
-        profiles,
+    usable = usable_devices(experiment, machine)
+    for name in usable.count_by_type():
+        if name not in profiles:
+            raise UserError(
+                f"Device type '{name}' has no profile for this model: run `hexflow prepare EXPERIMENT` first."
+            )
+    seen = [tokens for name in usable.count_by_type() if (tokens := profiles[name].answer_tokens) is not None]
+    problem = Problem(
+        discovered(machine.name, [usable], profiles),
         read_model(model_path, ELEMENT_BYTES[experiment.model.dtype]),
-        experiment.workload,
-        minibatches=experiment.algorithm.minibatches,
-        micro_batch_tokens=experiment.algorithm.tokens_per_micro_batch,
-        max_context=experiment.model.max_context,
-        concurrency=experiment.rollout.concurrency,
-        zero_stage=experiment.algorithm.zero_stage,
-        train_type=experiment.planner.train_type,
-        train_devices=experiment.planner.train_devices,
-        train_ranks=train_ranks,
-        device_types=experiment.cluster.device_types,
+        demand_for(experiment, max(seen, default=None)),
+        profiles=profiles,
+        training_wish=wish_for(experiment, checkpoint),
     )
+    return plan_machine(problem)
+
+
+class ClusterWish(Section):
+    """A described cluster and what is wanted of it."""
+
+    file: str = Field(description="Cluster file, YAML; an absolute path.")
+    mode: Mode = Field(default="joint", description="How to plan.")
+    sync_mode: SyncMode = Field(default="storage", description="How weights reach the replicas.")
+    what_if: bool = Field(default=False, description="Allow layouts and sync modes that do not run yet.")
+    budget_usd_per_h: float | None = Field(default=None, description="Rent at most this much.")
+    target_tokens_per_s: float | None = Field(default=None, description="Rent for this throughput, cheaply.")
+
+
+@dataclass(frozen=True)
+class ClusterStudy:
+    """A plan and what it was made from."""
+
+    plan: ClusterPlan
+    problem: Problem
+    goal: Goal
+
+    def explain(self) -> str:
+        """Why this split; for a given cluster also what one more device of each type would bring."""
+        plan, problem, budget = self.plan, self.problem, self.goal.budget_usd_per_h
+        large = shown_steps(plan.demand) is None  # then each question takes as long as the plan itself
+        if plan.mode != "joint" or budget or self.goal.target_tokens_per_s or large:
+            return explain(plan, budget_usd_per_h=budget)
+        idle = any(m.training + m.rollout < m.devices for m in plan.machines)
+        asks = idle and not problem.what_if and problem.topology.devices < MOST_DEVICES
+        opened = what_if_gain(problem, plan) if asks else None
+        words = explain(plan, next_device_gains(problem, plan), opened=opened)
+        return "\n".join([words, *memory_remedy(problem, plan)])
+
+    def budget_curve(self) -> list[tuple[float, ClusterPlan]]:
+        """The best plan for quarters of what the whole cluster costs, in USD/h; budgets that buy none are left out."""
+        whole = sum(node.device.usd_per_h * node.devices for node in self.problem.topology.nodes)
+        return list(budget_curve(self.problem, [share * whole for share in _CURVE]))
 
 
 def study_cluster(
     experiment: Experiment,
-    cluster: Path,
+    wish: ClusterWish,
     settings: Settings,
-    *,
     tell: Callable[[str], object] = lambda what: None,
-    **wishes: Any,
 ) -> ClusterStudy:
     """Plan an experiment for a cluster file, on the device types that it may use.
 
@@ -108,43 +120,47 @@ def study_cluster(
 
     Args:
         experiment: names the model and the workload.
-        cluster: the cluster file.
+        wish: the cluster, and what is wanted of it.
         settings: where prepared models lie.
         tell: is called with what is done next.
-        wishes: further arguments of `planners.search.make.make_plan`.
 
     Raises:
         UserError: bad input, nothing fits, or the wish cannot be met.
     """
-    topology = _allowed(read_cluster(cluster), experiment.cluster.device_types)
-    budget, target = (wishes.get(key) for key in ("budget_usd_per_h", "target_tokens_per_s"))
-    check_wishes(topology, wishes.get("mode", "joint"), budget, target)
-    demand, planner = demand_for(experiment), experiment.planner
-    if wishes.get("what_if"):
-        demand = replace(demand, concurrency=None)
-    else:
-        if planner.train_type is not None:
-            check_type(planner.train_type, topology.counts, "planner.train_type", f"cluster {topology.name}")
-        wishes["training_wish"] = TrainingWish(
-            planner.train_type, planner.train_devices, experiment.algorithm.zero_stage
-        )
+    topology = _allowed(read_cluster(Path(wish.file)), experiment.cluster.device_types)
+    goal = Goal(wish.mode, wish.budget_usd_per_h, wish.target_tokens_per_s)
+    check_goal(topology, goal)
+    demand, asked = demand_for(experiment), wish_for(experiment)
+    if wish.what_if:
+        demand, asked = replace(demand, concurrency=None), TrainingWish()
+    elif asked.device_type is not None:
+        check_type(asked.device_type, topology.counts, "planner.train_type", f"cluster {topology.name}")
     # After the checks, since it may take a minute.
     source = Path(experiment.model.source)
     tell("preparing the model")
     # A plan needs the model's sizes only, so a directory without weights will do.
     directory = source if source.is_dir() else prepare_model(experiment.model, settings)
-    model = read_model(directory, ELEMENT_BYTES[experiment.model.dtype])
+    model = read_model(directory, ELEMENTELEMENT_BYTES[experiment.model.dtype])
     tell(f"planning {topology.devices:,} devices")
-    plan = make_plan(topology, model, demand, **wishes)
+    problem = Problem(topology, model, demand, what_if=wish.what_if, sync_mode=wish.sync_mode, training_wish=asked)
+    plan = make_plan(problem, goal)
     tell("simulating the plan")
-    return ClusterStudy(with_simulated_step(plan), topology, model, demand, wishes)
+    return ClusterStudy(with_simulated_step(plan), problem, goal)
 
 
-def demand_for(experiment: Experiment) -> Demand:
-    """What a step of the experiment asks, where no answers were measured."""
+def wish_for(experiment: Experiment, checkpoint: WrittenBy | None = None) -> TrainingWish:
+    """What the experiment, and the checkpoint that is gone on from, leave no choice about."""
+    planner = experiment.planner
+    ranks, zero = (checkpoint.ranks, checkpoint.zero_stage) if checkpoint else (None, experiment.algorithm.zero_stage)
+    return TrainingWish(planner.train_type, planner.train_devices, zero, ranks)
+
+
+def demand_for(experiment: Experiment, answer_tokens: float | None = None) -> Demand:
+    """What a step of the experiment asks, with the mean length of answers where it was measured."""
     return demand_of(
         experiment.workload,
         experiment.algorithm.minibatches,
+        answer_tokens,
         micro_batch_tokens=experiment.algorithm.tokens_per_micro_batch,
         max_context=experiment.model.max_context,
         concurrency=experiment.rollout.concurrency,

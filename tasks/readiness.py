@@ -12,18 +12,17 @@ from planners.costs.memory import CPU_KV_CACHE_BYTES, training_states
 from planners.errors import UserError
 from planners.hardware.machine import Machine
 from planners.hardware.profile import DeviceProfile
-from planners.search.this_machine import check_devices
 from planners.workload.model import ELEMENT_BYTES, Model, read_model
 from tasks.config.experiment import Experiment
 from tasks.config.settings import Settings
 from tasks.data.prompts import PromptSource
 from tasks.exchange.layout import RunDirectory
 from tasks.machine.devices import describe_holder
-from tasks.machine.discovery import discover_machine
 from tasks.machine.memory import memory_bytes
 from tasks.models.prepare import load_tokenizer, prepare_model
 from tasks.profiling.profile import profile_device
 from tasks.training.memory import checkpoint_bytes
+from tasks.wishes import usable_devices
 
 _GIB = 2**30
 _GENERATED_PROMPTS = 1000
@@ -32,11 +31,14 @@ LEAVING_S = 10.0
 """A run that ends gives its devices back within it."""
 
 
-def require_free_devices(experiment: Experiment, settings: Settings, run_id: str | None = None) -> None:
+def require_free_devices(
+    experiment: Experiment, machine: Machine, settings: Settings, run_id: str | None = None
+) -> None:
     """Refuse to start a run while others hold any device that it may use, since its plan may take them all.
 
     Args:
         experiment: says which devices the run may use.
+        machine: this machine.
         settings: where it is written who holds them.
         run_id: the run, if it is resumed: what its dead supervisor left on the devices is ended by the resume.
 
@@ -44,7 +46,7 @@ def require_free_devices(experiment: Experiment, settings: Settings, run_id: str
         UserError: one is held, also after `LEAVING_S`; the holder is named.
     """
     give_up = time.monotonic() + LEAVING_S
-    devices = _usable_machine(experiment).devices
+    devices = usable_devices(experiment, machine).devices
     while True:
         held = [said for d in devices if (said := describe_holder(d.kind, d.index, settings, run_id))]
         if not held:
@@ -64,11 +66,12 @@ def require_places(settings: Settings) -> None:
     _check_writable(settings.runs, "HEXFLOW_RUNS")
 
 
-def make_ready(experiment: Experiment, settings: Settings, run: RunDirectory | None = None) -> Path:
+def make_ready(experiment: Experiment, machine: Machine, settings: Settings, run: RunDirectory | None = None) -> Path:
     """Prepare the model, and check that data, prompts, devices, memory and storage can serve the experiment.
 
     Args:
         experiment: the experiment.
+        machine: this machine.
         settings: where models and runs lie.
         run: directory of the run, whose versions and checkpoints are there already if it is resumed; None: no run yet.
 
@@ -79,11 +82,11 @@ def make_ready(experiment: Experiment, settings: Settings, run: RunDirectory | N
         UserError: the model cannot be used, the data or a prompt does not fit, there are too few devices, or memory or
             storage do not suffice.
     """
-    machine = _usable_machine(experiment)
+    usable = usable_devices(experiment, machine)
     require_places(settings)
     model_path = prepare_model(experiment.model, settings)
     model = read_model(model_path, ELEMENT_BYTES[experiment.model.dtype])
-    _check_memory(experiment, machine, model)
+    _check_memory(experiment, usable, model)
     _check_room(experiment, settings.runs, model, _bytes_of(run) if run else 0)
     _check_prompts(experiment, model_path)
     return model_path
@@ -108,16 +111,6 @@ def profile_machine(
         )
 
     return dict(zip(types, asyncio.run(measure()), strict=True))
-
-
-def _usable_machine(experiment: Experiment) -> Machine:
-    """This machine with the devices that the experiment may use. Raises UserError where they cannot serve it."""
-    return check_devices(
-        discover_machine(),
-        train_type=experiment.planner.train_type,
-        train_devices=experiment.planner.train_devices,
-        device_types=experiment.cluster.device_types,
-    )
 
 
 def _check_prompts(experiment: Experiment, model_path: Path) -> None:

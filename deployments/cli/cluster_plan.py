@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -18,7 +17,7 @@ from planners.search.make import rounded_down
 from tasks.config.experiment import Experiment
 from tasks.config.settings import Settings
 from tasks.exchange.files import write_atomic, write_json
-from tasks.planning import study_cluster
+from tasks.planning import ClusterWish, study_cluster
 
 TELL_EVERY_S = 5.0
 CHART_STEPS = 300
@@ -26,28 +25,22 @@ CHART_STEPS = 300
 
 
 def plan_cluster(
-    experiment: Experiment,
-    cluster: Path,
-    settings: Settings,
-    console: Console,
-    json_file: Path | None,
-    **wishes: Any,
+    experiment: Experiment, wish: ClusterWish, settings: Settings, console: Console, json_file: Path | None
 ) -> None:
     """Plan an experiment for a cluster file, print the plan, and write it as JSON where asked.
 
     Args:
         experiment: names the model and the workload.
-        cluster: the cluster file.
+        wish: the cluster file, and what is wanted of it.
         settings: where prepared models lie.
         console: where to print.
         json_file: where to write; None: nowhere.
-        wishes: further arguments of `planners.search.make.make_plan`.
 
     Raises:
         UserError: bad input, nothing fits, or the wish cannot be met.
     """
     with _telling() as tell:
-        study = study_cluster(experiment, cluster, settings, tell=tell, **wishes)
+        study = study_cluster(experiment, wish, settings, tell)
         tell("asking what would help")
         words = study.explain()
     console.print(words, soft_wrap=True, markup=False)

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from deployments.local.stack import Stack
+    from planners.hardware.machine import Machine
     from tasks.config.experiment import Experiment
     from tasks.config.settings import Settings
 
@@ -155,13 +156,15 @@ def train(experiment: ExperimentFile, overrides: Overrides = None) -> None:
     Exit status 0: completed; 1: failed, or lost from sight; 2: bad input, nothing was started; 130: cancelled.
     """
     from tasks.config.files import load_experiment
+    from tasks.machine.discovery import discover_machine
     from tasks.readiness import make_ready, require_free_devices, require_places
 
     resolved, settings = load_experiment(experiment, overrides), _settings()
+    machine = discover_machine()
     require_places(settings)
-    require_free_devices(resolved, settings)
-    make_ready(resolved, settings)
-    _run_and_follow(settings, {"experiment": resolved.model_dump(mode="json"), "resume": None})
+    require_free_devices(resolved, machine, settings)
+    make_ready(resolved, machine, settings)
+    _run_and_follow(settings, {"experiment": resolved.model_dump(mode="json"), "resume": None}, machine)
 
 
 @app.command()
@@ -176,9 +179,10 @@ def prepare(experiment: ExperimentFile, overrides: Overrides = None) -> None:
 
     resolved, settings, console = load_experiment(experiment, overrides), _settings(), _console()
     console.print(f"Preparing {resolved.model.source} and checking the experiment.", soft_wrap=True)
-    model_path = make_ready(resolved, settings)
+    machine = discover_machine()
+    model_path = make_ready(resolved, machine, settings)
     console.print(_MEASURING)
-    profiles = profile_machine(resolved, discover_machine(), model_path, settings)
+    profiles = profile_machine(resolved, machine, model_path, settings)
     console.print(f"model: {model_path}", soft_wrap=True)
     for name, profile in profiles.items():
         best = max(profile.generation_tokens_per_s.values())
@@ -197,6 +201,7 @@ def resume(run: Annotated[str, typer.Argument(metavar="RUN", help="Run id, as `h
     from tasks.config.files import read_resolved_experiment
     from tasks.exchange.layout import RunDirectory
     from tasks.exchange.ledger import Ledger
+    from tasks.machine.discovery import discover_machine
     from tasks.readiness import require_free_devices, require_places
 
     settings = _settings()
@@ -211,13 +216,14 @@ def resume(run: Annotated[str, typer.Argument(metavar="RUN", help="Run id, as `h
     if row is not None:
         require_unsupervised(row, ledger)
     resolved = read_resolved_experiment(path)
-    require_free_devices(resolved, settings, run)
+    machine = discover_machine()
+    require_free_devices(resolved, machine, settings, run)
     if row is None:
         raise UserError(
             f"The ledger does not know run {run} of {settings.runs}: set HEXFLOW_HOME and HEXFLOW_LEDGER_URL as they "
             "were when it was started."
         )
-    _run_and_follow(settings, {"experiment": resolved.model_dump(mode="json"), "resume": run})
+    _run_and_follow(settings, {"experiment": resolved.model_dump(mode="json"), "resume": run}, machine)
 
 
 @app.command()
@@ -266,21 +272,21 @@ def plan(
     check_task(resolved.data)
     if cluster is None:
         chosen = mode is not PlanMode.JOINT or sync is not SyncChoice.STORAGE or what_if
-        if chosen or json is not None or budget is not None or target is not None:
+        if chosen or any(given is not None for given in (json, budget, target)):
             raise UserError(
                 "--mode, --sync, --what-if, --json, --budget and --target are for a cluster: name one with --cluster."
             )
         _plan_here(settings, resolved, console)
         return
-    from deployments.cli.cluster_plan import plan_cluster
+    from deployments.cli.cluster_plan import ClusterWish, plan_cluster
 
     if cluster == Path():
         raise UserError(
             "--cluster names no file: give a cluster file, or leave the option out to plan for this machine."
         )
-    how: dict[str, Any] = {"mode": mode.value, "what_if": what_if, "sync_mode": sync.value}
-    how |= {"budget_usd_per_h": budget, "target_tokens_per_s": target}
-    plan_cluster(resolved, cluster, settings, console, _writable(json), **how)
+    how: dict[str, Any] = {"mode": mode.value, "sync_mode": sync.value, "budget_usd_per_h": budget}
+    wish = ClusterWish(file=str(cluster), what_if=what_if, target_tokens_per_s=target, **how)
+    plan_cluster(resolved, wish, settings, console, _writable(json))
 
 
 def _plan_here(settings: "Settings", experiment: "Experiment", console: "Console") -> None:
@@ -288,11 +294,13 @@ def _plan_here(settings: "Settings", experiment: "Experiment", console: "Console
 
     from deployments.prefect.api import PrefectApi
     from tasks.exchange.ledger import Ledger
+    from tasks.machine.discovery import discover_machine
     from tasks.readiness import make_ready
 
-    make_ready(experiment, settings)
+    machine = discover_machine()
+    make_ready(experiment, machine, settings)
     Ledger(settings.ledger_url)  # refused here if another version made it: nothing has been started
-    api = PrefectApi(_bring_up(settings, console).prefect_url)
+    api = PrefectApi(_bring_up(settings, console, machine).prefect_url)
     console.print(_MEASURING)
     flow_run_id = api.create_flow_run("plan/plan", {"experiment": experiment.model_dump(mode="json")})
     with _started():
@@ -354,12 +362,12 @@ def _console() -> "Console":
     return Console(highlight=False, width=None if sys.stdout.isatty() else 160)
 
 
-def _bring_up(settings: "Settings", console: "Console") -> "Stack":
+def _bring_up(settings: "Settings", console: "Console", machine: "Machine | None" = None) -> "Stack":
     from deployments.local import stack
     from deployments.prefect.api import without_password
 
     try:
-        found = stack.up(settings, lambda line: console.print(line, soft_wrap=True, markup=False))
+        found = stack.up(settings, lambda line: console.print(line, soft_wrap=True, markup=False), machine)
     except KeyboardInterrupt:
         console.print("Interrupted; what has started runs on. `hexflow down` ends it.")
         raise typer.Exit(CANCELLED) from None
@@ -368,7 +376,7 @@ def _bring_up(settings: "Settings", console: "Console") -> "Stack":
     return found
 
 
-def _run_and_follow(settings: "Settings", parameters: dict[str, Any]) -> None:
+def _run_and_follow(settings: "Settings", parameters: dict[str, Any], machine: "Machine | None" = None) -> None:
     """Run the `rl` deployment, show it to its end, print the key figures, leave with its status."""
     from deployments.cli.show import read_summary, summary_lines
     from deployments.prefect.api import PrefectApi
@@ -376,7 +384,7 @@ def _run_and_follow(settings: "Settings", parameters: dict[str, Any]) -> None:
 
     console = _console()
     ledger = Ledger(settings.ledger_url)  # refused here if another version made it: nothing has been started
-    api = PrefectApi(_bring_up(settings, console).prefect_url)
+    api = PrefectApi(_bring_up(settings, console, machine).prefect_url)
     flow_run_id = api.create_flow_run("rl/rl", parameters)
     with _started():
         state = _follow(settings, api, flow_run_id, console)

@@ -56,14 +56,14 @@ class Stack:
         return without_password(self.prefect_url.removesuffix("/api"))
 
 
-def up(settings: Settings, say: Say = print) -> Stack:
-    """Start whatever of the stack is missing, and wait until it serves.
+def up(settings: Settings, say: Say = print, machine: Machine | None = None) -> Stack:
+    """Start whatever of the stack is missing on this machine (None: to be discovered), and wait until it serves.
 
     Raises:
         UserError: a part does not start, a named server does not answer, or the stack runs for other devices, places or
             versions. What was started is left running; `down` ends it.
     """
-    machine = discover_machine()
+    machine = machine or discover_machine()
     with _locked(settings, say):
         for tries_left in reversed(range(PORT_TRIES)):
             try:

@@ -7,6 +7,7 @@ import time
 from dataclasses import dataclass
 
 from planners.errors import UserError
+from planners.hardware.machine import Machine
 from tasks.config.experiment import Experiment
 from tasks.config.settings import Settings, load_settings
 from tasks.exchange.files import write_json
@@ -14,7 +15,7 @@ from tasks.exchange.layout import RunDirectory
 from tasks.exchange.ledger import Actor, Ledger, RunRow
 from tasks.machine.discovery import discover_machine
 from tasks.readiness import require_free_devices
-from tasks.training.checkpoints import latest_checkpoint, latest_checkpoint_ranks
+from tasks.training.checkpoints import WrittenBy, latest_checkpoint, latest_written_by
 
 SUPERVISOR_SILENCE_S = 20.0
 """Silence after which a run's supervisor counts as gone; it beats every 2 s."""
@@ -25,7 +26,7 @@ class RunContext:
     """One run, as the flow that owns it sees it.
 
     `supervisor` is the flow's own place in the ledger; `resume_step` is None for a new run, else the step its trainer
-    continues from, with the `resume_ranks` that wrote its checkpoint.
+    continues from, whose checkpoint a trainer like `written_by` has to continue; `machine` is where the flow runs.
     """
 
     run_id: str
@@ -36,7 +37,8 @@ class RunContext:
     supervisor: Actor
     resume_step: int | None
     mlflow_run_id: str | None
-    resume_ranks: int | None = None
+    machine: Machine
+    written_by: WrittenBy | None = None
 
 
 def open_run(experiment: Experiment, resume: str | None, flow_run_id: str | None) -> RunContext:
@@ -51,22 +53,24 @@ def open_run(experiment: Experiment, resume: str | None, flow_run_id: str | None
     """
     settings = load_settings()
     settings.home.mkdir(parents=True, exist_ok=True)
-    ledger = Ledger(settings.ledger_url)
+    ledger, machine = Ledger(settings.ledger_url), discover_machine()
     begun = ledger.find_run(flow_run_id=flow_run_id) if flow_run_id else None
     if begun is not None:
-        return _reopen_run(begun, _require_resumable(begun, settings), settings, ledger, flow_run_id)
+        return _reopen_run(begun, _require_resumable(begun, machine, settings), machine, settings, ledger, flow_run_id)
     if resume is None:
-        return _create_run(experiment, settings, ledger, flow_run_id)
+        return _create_run(experiment, machine, settings, ledger, flow_run_id)
     run = ledger.find_run(run_id=resume)
     if run is None:
         known = ", ".join(run.run_id for run in ledger.list_runs()[-5:]) or "none"
         raise UserError(f"There is no run {resume} to resume; the latest runs are: {known}.")
-    experiment = _require_resumable(run, settings)
+    experiment = _require_resumable(run, machine, settings)
     require_unsupervised(run, ledger)
-    return _reopen_run(run, experiment, settings, ledger, flow_run_id)
+    return _reopen_run(run, experiment, machine, settings, ledger, flow_run_id)
 
 
-def _create_run(experiment: Experiment, settings: Settings, ledger: Ledger, flow_run_id: str | None) -> RunContext:
+def _create_run(
+    experiment: Experiment, machine: Machine, settings: Settings, ledger: Ledger, flow_run_id: str | None
+) -> RunContext:
     run_id = f"{experiment.run.name}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
     directory = RunDirectory(settings.runs / run_id)
     directory.create()
@@ -81,11 +85,11 @@ def _create_run(experiment: Experiment, settings: Settings, ledger: Ledger, flow
         flow_run_id=flow_run_id,
     )
     ledger.request_evaluation(run_id, "before", 0)
-    supervisor = _supervise(ledger, run_id)
-    return RunContext(run_id, experiment, directory, ledger, settings, supervisor, None, None)
+    supervisor = _supervise(ledger, run_id, machine)
+    return RunContext(run_id, experiment, directory, ledger, settings, supervisor, None, None, machine)
 
 
-def _require_resumable(run: RunRow, settings: Settings) -> Experiment:
+def _require_resumable(run: RunRow, machine: Machine, settings: Settings) -> Experiment:
     """The run's experiment, if the run can be taken up now. Raises UserError."""
     directory = RunDirectory(settings.runs / run.run_id)
     if run.state == "completed":
@@ -93,27 +97,29 @@ def _require_resumable(run: RunRow, settings: Settings) -> Experiment:
     if not directory.experiment.exists():
         raise UserError(f"Run {run.run_id} cannot be resumed: its directory {directory.root} is gone.")
     experiment = Experiment.model_validate_json(directory.experiment.read_text())
-    require_free_devices(experiment, settings, run.run_id)
+    require_free_devices(experiment, machine, settings, run.run_id)
     return experiment
 
 
 def _reopen_run(
-    run: RunRow, experiment: Experiment, settings: Settings, ledger: Ledger, flow_run_id: str | None
+    run: RunRow, experiment: Experiment, machine: Machine, settings: Settings, ledger: Ledger, flow_run_id: str | None
 ) -> RunContext:
     directory = RunDirectory(settings.runs / run.run_id)
-    supervisor = _supervise(ledger, run.run_id)
+    supervisor = _supervise(ledger, run.run_id, machine)
     for actor in ledger.actors(run.run_id):
         if actor.role != supervisor.role:
             ledger.fence(run.run_id, actor.role, actor.slot)
     step = latest_checkpoint(directory, ledger, run.run_id) or 0
-    ranks = latest_checkpoint_ranks(directory, ledger, run.run_id)
+    written_by = latest_written_by(directory, ledger, run.run_id)
     ledger.reopen_run(run.run_id, flow_run_id)
     ledger.resume_from(run.run_id, step, supervisor)
-    return RunContext(run.run_id, experiment, directory, ledger, settings, supervisor, step, run.mlflow_run_id, ranks)
+    return RunContext(
+        run.run_id, experiment, directory, ledger, settings, supervisor, step, run.mlflow_run_id, machine, written_by
+    )
 
 
-def _supervise(ledger: Ledger, run_id: str) -> Actor:
-    return ledger.register(run_id, "supervisor", 0, os.getpid(), discover_machine().name)
+def _supervise(ledger: Ledger, run_id: str, machine: Machine) -> Actor:
+    return ledger.register(run_id, "supervisor", 0, os.getpid(), machine.name)
 
 
 def require_unsupervised(run: RunRow, ledger: Ledger) -> None:

@@ -3,17 +3,14 @@
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from itertools import groupby
-from typing import Any
 
 from planners.costs.memory import GIB
 from planners.errors import UserError
-from planners.hardware.topology import Topology
 from planners.plan.plan import ClusterPlan
 from planners.plan.simulator import Simulation, Span, shown_steps
-from planners.search.make import make_plan, rounded_down
+from planners.search.columns import Problem
+from planners.search.make import Goal, make_plan, rounded_down
 from planners.search.next_device import NEGLIGIBLE, Gain
-from planners.workload.demand import Demand
-from planners.workload.model import Model
 
 SYMBOLS = {"train": "T", "generate": "G", "sync": "s", "wait": ".", "down": "x"}
 DISAGREEMENT = 0.05
@@ -204,17 +201,11 @@ def _share(plan: ClusterPlan, name: str) -> float:
     return held / m.available
 
 
-def budget_curve(
-    topology: Topology, model: Model, demand: Demand, budgets: list[float], **how: Any
-) -> Iterator[tuple[float, ClusterPlan]]:
-    """The best plan for each budget in USD/h; budgets that buy none are left out.
-
-    Args:
-        how: further arguments of `make_plan`, such as `what_if` and `sync_mode`.
-    """
+def budget_curve(problem: Problem, budgets: list[float]) -> Iterator[tuple[float, ClusterPlan]]:
+    """The best plan for each budget in USD/h; budgets that buy none are left out."""
     for budget in budgets:
         try:
-            yield budget, make_plan(topology, model, demand, budget_usd_per_h=budget, **how)
+            yield budget, make_plan(problem, Goal(budget_usd_per_h=budget))
         except UserError:
             continue
 

@@ -122,7 +122,8 @@ class TrainingWish:
         """Who is asked to train, such as `planner.train_type h20 and planner.train_devices 4`."""
         asked = [f"planner.train_type {self.device_type}"] if self.device_type is not None else []
         asked += [f"planner.train_devices {self.devices}"] if self.devices is not None else []
-        asked += [f"a checkpoint of {self.ranks} ranks"] if self.ranks is not None else []
+        if self.ranks is not None:
+            asked.append(f"a checkpoint of {self.ranks} ranks in ZeRO stage {self.zero}")
         return " and ".join(asked)
 
 
@@ -159,6 +160,25 @@ class Problem:
             self.machine_counts[node.type_name, node.devices] += 1
             for k in TENSOR_RANKS:
                 self.capacity[node.type_name, k] += node.devices // k
+
+    def on(self, topology: Topology) -> "Problem":
+        """The same on other devices."""
+        return self._changed(topology, self.demand)
+
+    def asking(self, demand: Demand) -> "Problem":
+        """The same with another demand."""
+        return self._changed(self.topology, demand)
+
+    def _changed(self, topology: Topology, demand: Demand) -> "Problem":
+        return Problem(
+            topology,
+            self.model,
+            demand,
+            what_if=self.what_if,
+            sync_mode=self.sync_mode,
+            profiles=self.profiles,
+            training_wish=self.training_wish,
+        )
 
     @property
     def most_ranks(self) -> int:
@@ -368,13 +388,13 @@ def _cannot_train(problem: Problem) -> str:
     lacks = [max(m.total - m.available for m in problem.training.memory(layout)) for layout in layouts]
     closest = layouts[lacks.index(min(lacks))]
     devices = " + ".join(f"{stage.devices} × {stage.device_type}" for stage in closest.stages)
-    higher = "with algorithm.zero_stage 3 " if zero < 3 else ""
+    higher = "with algorithm.zero_stage 3 " if zero < 3 and wish.ranks is None else ""
     sharded = [replace(layout, zero=3) for layout in layouts]
     if tokens := _fitting_micro_batch(problem, layouts):
         remedy = f"with algorithm.tokens_per_micro_batch={tokens} it fits"
     elif higher and any(_fits(problem, layout) for layout in sharded):
         remedy = f"{higher}it fits"
-    elif tokens := _fitting_micro_batch(problem, sharded):
+    elif higher and (tokens := _fitting_micro_batch(problem, sharded)):
         remedy = f"{higher}and algorithm.tokens_per_micro_batch={tokens} it fits"
     else:
         remedy = f"{higher}the smallest that would do is {_smallest(problem)}"

@@ -1,4 +1,4 @@
-"""The planner's front door: a cluster, a model and a demand in, a plan out."""
+"""The planner's front door: a problem and a goal in, a plan out."""
 
 import math
 import time
@@ -7,16 +7,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from planners.costs.sync import SyncMode
 from planners.errors import UserError
-from planners.hardware.profile import DeviceProfile
 from planners.hardware.topology import Topology
 from planners.plan.plan import ClusterPlan, build_plan
 from planners.search.columns import (
     Problem,
     RolloutColumn,
     TrainingColumn,
-    TrainingWish,
     rollout_columns,
     training_columns,
 )
@@ -24,8 +21,6 @@ from planners.search.joint import price_of, solve_joint
 from planners.search.placement import Placed, place, with_real_step
 from planners.search.program import TIDY_USD_PER_H, Wish
 from planners.search.solver import Infeasible
-from planners.workload.demand import Demand
-from planners.workload.model import Model
 
 Mode = Literal["joint", "two-phase", "homogeneous", "uniform", "exhaustive"]
 RANKING_ROUNDS = 4
@@ -35,59 +30,49 @@ FEW_DEVICES = 16
 """What runs today on up to so many devices is solved to the finer gap, which costs nothing there."""
 
 
-def make_plan(
-    topology: Topology,
-    model: Model,
-    demand: Demand,
-    *,
-    mode: Mode = "joint",
-    what_if: bool = False,
-    sync_mode: SyncMode = "storage",
-    budget_usd_per_h: float | None = None,
-    target_tokens_per_s: float | None = None,
-    partition: Literal["printed", "corrected"] = "corrected",
-    exclude_training_bound: bool = False,
-    profiles: Mapping[str, DeviceProfile] | None = None,
-    training_wish: TrainingWish | None = None,
-    time_limit_s: float = 60.0,
-) -> ClusterPlan:
-    """Choose who generates and who trains.
+@dataclass(frozen=True)
+class Goal:
+    """How to plan, and what for.
 
-    Args:
-        topology: the machines; with a budget or a target, those that can be rented.
-        model: what is trained.
-        demand: what a step asks.
+    Attributes:
         mode: `joint`, `two-phase` (Algorithm 1 of AReaL-Hex), or a baseline: `homogeneous` uses the best single device
             type, `uniform` trains on half of the devices, `exhaustive` tries everything on up to 8 devices.
-        what_if: open layouts and sync modes that do not run yet.
-        sync_mode: how weights reach the replicas.
         budget_usd_per_h: rent at most this much.
         target_tokens_per_s: rent as cheaply as possible for this throughput.
         partition: Eq 3 as printed, or corrected (mode `two-phase`).
         exclude_training_bound: refuse plans with C_T > C_I, as the paper does (mode `two-phase`).
-        profiles: measured device types, by name; they replace the cost model.
-        training_wish: what the planner may not choose about the trainer.
         time_limit_s: of each solve.
+    """
+
+    mode: Mode = "joint"
+    budget_usd_per_h: float | None = None
+    target_tokens_per_s: float | None = None
+    partition: Literal["printed", "corrected"] = "corrected"
+    exclude_training_bound: bool = False
+    time_limit_s: float = 60.0
+
+
+def make_plan(problem: Problem, goal: Goal = Goal()) -> ClusterPlan:
+    """Choose who generates and who trains.
 
     Raises:
-        UserError: bad input, nothing fits, or the wish cannot be met; the message names the best that can.
+        UserError: bad input, nothing fits, or the goal cannot be met; the message names the best that can.
     """
-    check_wishes(topology, mode, budget_usd_per_h, target_tokens_per_s)
+    check_goal(problem.topology, goal)
     began = time.perf_counter()
-    problem = Problem(
-        topology, model, demand, what_if=what_if, sync_mode=sync_mode, profiles=profiles, training_wish=training_wish
-    )
-    if mode == "two-phase":
+    if goal.mode == "two-phase":
         from planners.search.two_phase import plan_two_phase
 
-        outcome = _unproven(plan_two_phase(problem, partition, exclude_training_bound, time_limit_s))
+        placed = plan_two_phase(problem, goal.partition, goal.exclude_training_bound, goal.time_limit_s)
+        outcome = _unproven(placed)
     else:
-        target_s = demand.tokens_per_step / target_tokens_per_s if target_tokens_per_s else None
-        outcome = _solve(problem, mode, Wish(budget_usd_per_h, target_s), time_limit_s)
+        target = goal.target_tokens_per_s
+        target_s = problem.demand.tokens_per_step / target if target else None
+        outcome = _solve(problem, goal.mode, Wish(goal.budget_usd_per_h, target_s), goal.time_limit_s)
     return build_plan(
         problem,
         outcome.placed,
-        mode=mode,
+        mode=goal.mode,
         bound_step_s=outcome.bound_s,
         solver_step_s=outcome.solver_s,
         price_bound_usd_per_h=outcome.price_bound_usd_per_h,
@@ -131,12 +116,13 @@ def rounded_down(value: float) -> str:
     return f"{math.floor(value * 10**digits) / 10**digits:.{digits}f}"
 
 
-def check_wishes(topology: Topology, mode: Mode, budget: float | None, target: float | None) -> None:
+def check_goal(topology: Topology, goal: Goal) -> None:
     """Refuse a budget in USD/h or a target in tokens/s that no plan can be asked for; takes no time.
 
     Raises:
         UserError: it is not positive and finite, both are given, or mode or cluster has no use for it.
     """
+    mode, budget, target = goal.mode, goal.budget_usd_per_h, goal.target_tokens_per_s
     if budget is not None and not 0 < budget < math.inf:  # not a number is neither
         raise UserError(f"The budget is {budget:g} USD/h: give a positive, finite one.")
     if target is not None and not 0 < target < math.inf:
@@ -146,7 +132,7 @@ def check_wishes(topology: Topology, mode: Mode, budget: float | None, target: f
     if budget is not None and topology.usd_per_h == 0:
         raise UserError(f"Nothing on cluster {topology.name} has a price, so a budget says nothing: set usd_per_h.")
     if mode in ("two-phase", "exhaustive") and (budget is not None or target is not None):
-        raise UserError(f"Mode {mode} plans a given cluster; use --mode joint with a budget or a target.")
+        raise UserError(f"Mode {mode} plans a given cluster; use mode joint with a budget or a target.")
 
 
 def _homogeneous(problem: Problem, wish: Wish, time_limit_s: float) -> _Outcome:

@@ -3,14 +3,11 @@
 from dataclasses import dataclass, replace
 
 from planners.errors import UserError
-from planners.hardware.topology import Topology
 from planners.plan.plan import ClusterPlan
-from planners.search.columns import LEAST_MICRO_BATCH, Problem, TrainingWish, rollout_columns, training_columns
+from planners.search.columns import LEAST_MICRO_BATCH, Problem, rollout_columns, training_columns
 from planners.search.joint import solve_fastest
 from planners.search.program import Wish
 from planners.search.solver import Infeasible
-from planners.workload.demand import Demand
-from planners.workload.model import Model
 
 NEGLIGIBLE = 0.001
 """Share of a step's time that counts as none: the solver's own gap, within which two plans are equal."""
@@ -32,29 +29,17 @@ class Gain:
     at_most: bool = False
 
 
-def next_device_gains(
-    topology: Topology,
-    model: Model,
-    demand: Demand,
-    plan: ClusterPlan,
-    *,
-    what_if: bool = False,
-    training_wish: TrainingWish | None = None,
-) -> dict[str, Gain]:
-    """What one more device of each type would bring, on a machine of its own.
+def next_device_gains(problem: Problem, plan: ClusterPlan) -> dict[str, Gain]:
+    """What one more device of each type would bring to a plan of mode `joint`, on a machine of its own.
 
     It is linked as machines of its type are; where there is only one, as its type is linked to others. Compared are
     step times before placement. Nothing is said of a type for which the solver, with `ASK_LIMIT_S` over all types, has
     no answer.
-
-    Args:
-        plan: of mode `joint`.
-        what_if: as in `make_plan`.
-        training_wish: as in `make_plan`.
     """
+    topology = problem.topology
     if topology.devices >= MOST_DEVICES:
         return {}
-    before_s = _before_placement_s(demand, plan)
+    before_s = _before_placement_s(problem, plan)
     gains = {}
     for kind, device in topology.types.items():
         to_others = [speed for types, speed in topology.type_links.items() if kind in types]
@@ -62,44 +47,33 @@ def next_device_gains(
         like = next(n for n in topology.nodes if n.type_name == kind)
         extra = replace(like, name="one-more", group="one-more", device=device, devices=1, host="", numbers=())
         grown = replace(topology, nodes=(*topology.nodes, extra), type_links=links)
-        problem = Problem(grown, model, demand, what_if=what_if, sync_mode=plan.sync_mode, training_wish=training_wish)
         try:
-            gains[kind] = _gain(problem, before_s, ASK_LIMIT_S / len(topology.types))
+            gains[kind] = _gain(problem.on(grown), before_s, ASK_LIMIT_S / len(topology.types))
         except UserError:
             continue
     return gains
 
 
-def what_if_gain(topology: Topology, model: Model, demand: Demand, plan: ClusterPlan) -> Gain | None:
+def what_if_gain(problem: Problem, plan: ClusterPlan) -> Gain | None:
     """What layouts that do not run yet would bring to a plan of those that do; None where the solver has no answer."""
-    problem = Problem(topology, model, replace(demand, concurrency=None), what_if=True, sync_mode=plan.sync_mode)
+    demand = replace(problem.demand, concurrency=None)
+    opened = Problem(problem.topology, problem.model, demand, what_if=True, sync_mode=plan.sync_mode)
     try:
-        return _gain(problem, _before_placement_s(demand, plan), ASK_LIMIT_S)
+        return _gain(opened, _before_placement_s(problem, plan), ASK_LIMIT_S)
     except UserError:
         return None
 
 
-def memory_remedy(
-    topology: Topology,
-    model: Model,
-    demand: Demand,
-    plan: ClusterPlan,
-    *,
-    what_if: bool = False,
-    training_wish: TrainingWish | None = None,
-) -> list[str]:
+def memory_remedy(problem: Problem, plan: ClusterPlan) -> list[str]:
     """A sentence where training limits and smaller micro-batches would let a faster layout fit into memory."""
-    if plan.limited_by != "training" or topology.devices >= MOST_DEVICES:
+    demand = problem.demand
+    if plan.limited_by != "training" or problem.topology.devices >= MOST_DEVICES:
         return []
     tokens, fastest = demand.micro_batch_tokens, ""
     now_s = plan.train_s * (1 - REMEDY)
     while tokens >= 2 * LEAST_MICRO_BATCH:
         tokens //= 2
-        smaller = replace(demand, micro_batch_tokens=tokens)
-        problem = Problem(
-            topology, model, smaller, what_if=what_if, sync_mode=plan.sync_mode, training_wish=training_wish
-        )
-        best = training_columns(problem)[0]
+        best = training_columns(problem.asking(replace(demand, micro_batch_tokens=tokens)))[0]
         if best.step_s < now_s:
             now_s = best.step_s
             fastest = (
@@ -109,8 +83,8 @@ def memory_remedy(
     return [fastest] if fastest else []
 
 
-def _before_placement_s(demand: Demand, plan: ClusterPlan) -> float:
-    return demand.tokens_per_step / plan.upper_bound_tokens_per_s / (1 - plan.gap_solver)
+def _before_placement_s(problem: Problem, plan: ClusterPlan) -> float:
+    return problem.demand.tokens_per_step / plan.upper_bound_tokens_per_s / (1 - plan.gap_solver)
 
 
 def _gain(problem: Problem, before_s: float, time_limit_s: float) -> Gain:

@@ -149,16 +149,7 @@ class Search:
         """The problem restricted to one side's devices."""
         if not any(devices.values()):
             return None
-        problem = self.problem
-        return Problem(
-            problem.topology.restricted(devices),
-            problem.model,
-            problem.demand,
-            what_if=problem.what_if,
-            sync_mode=problem.sync_mode,
-            profiles=problem.profiles,
-            training_wish=problem.training_wish,
-        )
+        return self.problem.on(self.problem.topology.restricted(devices))
 
     def _rollout(self, side: Problem, columns: list[RolloutColumn], train_s: float) -> dict[RolloutColumn, int]:
         """(2') among columns whose longest answers are in time, for the shortest step that its own outcome keeps."""

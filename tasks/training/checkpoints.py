@@ -2,13 +2,15 @@
 
 The checkpoint of step s lets step s be the next one: the model after s steps, the optimiser, and every rank's random
 generators. The learning rate is a function of the step, and trajectories are in the ledger, so neither is stored.
-It is resumed with as many ranks as wrote it. A lineage has one trainer, and a checkpoint the name of its lineage: one
-that a trainer finishes after it was replaced is beside its successor's, and the ledger does not count it.
+It is resumed by as many ranks as wrote it, in the same ZeRO stage. A lineage has one trainer, and a checkpoint the name
+of its lineage: one that a trainer finishes after it was replaced is beside its successor's, and the ledger does not
+count it.
 """
 
 import json
 import shutil
 from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -36,10 +38,21 @@ def latest_checkpoint(run: RunDirectory, ledger: Ledger, run_id: str) -> int | N
     return proven[-1][1] if proven else None
 
 
-def latest_checkpoint_ranks(run: RunDirectory, ledger: Ledger, run_id: str) -> int | None:
-    """Ranks that wrote the newest checkpoint that a resume may use, and must continue it; None before there is one."""
+@dataclass(frozen=True)
+class WrittenBy:
+    """The trainer that wrote a checkpoint: only as many ranks in the same ZeRO stage can continue it."""
+
+    ranks: int
+    zero_stage: int
+
+
+def latest_written_by(run: RunDirectory, ledger: Ledger, run_id: str) -> WrittenBy | None:
+    """Who wrote the newest checkpoint that a resume may use; None before there is one."""
     proven = ledger.proven_checkpoints(run_id, found_checkpoints(run))
-    return int(_description(run.checkpoint_path(*proven[-1]))["ranks"]) if proven else None
+    if not proven:
+        return None
+    description = _description(run.checkpoint_path(*proven[-1]))
+    return WrittenBy(description["ranks"], description["zero_stage"])
 
 
 def save_checkpoint(
@@ -62,7 +75,10 @@ def save_checkpoint(
     def fill(directory: Path) -> None:
         ranks.share_text(str(directory))
         _write_part(directory, engine, ranks)
-        write_json(directory / _DESCRIPTION, {"step": step, "lineage": lineage, "ranks": ranks.size})
+        write_json(
+            directory / _DESCRIPTION,
+            {"step": step, "lineage": lineage, "ranks": ranks.size, "zero_stage": engine.zero_stage},
+        )
         confirm()
 
     if ranks.leads:
@@ -75,16 +91,18 @@ def load_checkpoint(run: RunDirectory, lineage: int, step: int, engine: "Engine"
     """Continue from the checkpoint of `step` that was written in `lineage`; every rank calls it.
 
     Raises:
-        UserError: there is no such checkpoint, or another number of ranks wrote it.
+        UserError: there is no such checkpoint, or another number of ranks, or another ZeRO stage, wrote it.
     """
     path = run.checkpoint_path(lineage, step)
     if not (path / _DESCRIPTION).exists():
         raise UserError(f"Run {run.root.name} has no checkpoint {path.name}: continue it with `hexflow resume`.")
-    written_by = _description(path)["ranks"]
-    if written_by != ranks.size:
+    description = _description(path)
+    written, here = WrittenBy(description["ranks"], description["zero_stage"]), WrittenBy(ranks.size, engine.zero_stage)
+    if written != here:
         raise UserError(
-            f"The checkpoint {path} was written by {written_by} ranks and cannot be continued with {ranks.size}: "
-            f"train on {written_by} devices."
+            f"The checkpoint {path} was written by {written.ranks} ranks in ZeRO stage {written.zero_stage} and cannot "
+            f"be continued by {here.ranks} in stage {here.zero_stage}: continue with `hexflow resume`, which plans for "
+            "what it needs."
         )
     engine.load(path, _random_state_path(path, ranks))
 
@@ -113,7 +131,7 @@ def delete_checkpoints(
 
 
 def _description(path: Path) -> dict[str, int]:
-    """Step, lineage and ranks of a checkpoint."""
+    """Step, lineage, ranks and ZeRO stage of a checkpoint."""
     description: dict[str, int] = json.loads((path / _DESCRIPTION).read_text())
     return description
 

@@ -60,7 +60,7 @@ class Engine:
         micro_batch_tokens: int,
     ) -> None:
         self._algorithm = algorithm
-        self._zero_stage = zero_stage
+        self.zero_stage = zero_stage
         self._parameters = sum(parameter.numel() for parameter in policy.parameters())
         self._micro_batch_tokens = micro_batch_tokens
         self._steps = steps
@@ -87,7 +87,7 @@ class Engine:
             "gradient_accumulation_steps": 1,  # boundaries are set by hand: steps differ in their micro-batches
             "gradient_clipping": 0.0 if self._clips_here else self._algorithm.gradient_clip,
             # A buffer of this many elements is allocated whole; by default it has 5e8, however small the model is.
-            "zero_optimization": {"stage": self._zero_stage, "reduce_bucket_size": min(self._parameters, 500_000_000)},
+            "zero_optimization": {"stage": self.zero_stage, "reduce_bucket_size": min(self._parameters, 500_000_000)},
             "zero_allow_untested_optimizer": True,
             "bf16": {"enabled": dtype == torch.bfloat16},
             "steps_per_print": None,
@@ -130,7 +130,7 @@ class Engine:
         A head that is tied to the embedding is the same parameter and appears once, under the embedding's name.
         """
         weights: dict[str, Tensor] = {}
-        sharded = self._zero_stage == 3
+        sharded = self.zero_stage == 3
         for name, parameter in self.deepspeed.module.model.named_parameters():
             with deepspeed.zero.GatheredParameters([parameter], enabled=sharded):
                 if self._ranks.leads:

@@ -1,11 +1,17 @@
 """Plans for tests that need one and care little which."""
 
+from collections.abc import Mapping
+from typing import Any
+
 from planners.hardware.machine import Device, Machine
 from planners.hardware.profile import DeviceProfile
-from planners.hardware.topology import ClusterFile, Topology, parse_cluster
+from planners.hardware.topology import ClusterFile, Topology, discovered, parse_cluster
 from planners.plan.plan import ClusterPlan
 from planners.plan.run import RunPlan
+from planners.search.columns import Problem, TrainingWish
+from planners.search.make import Goal, make_plan
 from planners.search.this_machine import plan_machine
+from planners.workload.demand import Demand, demand_of
 from planners.workload.model import Model
 from planners.workload.step import Workload
 
@@ -34,7 +40,26 @@ def gpu_plan(machine: str, device_type: str, gpus: int) -> ClusterPlan:
     devices = [Device(index=i, device_type=device_type, kind="cuda", memory_bytes=2**36) for i in range(gpus)]
     profile = profile_of(device_type, {64: 40.0}, 64.0, publish_s=1.0, load_s=0.5)
     here = Machine(name=machine, devices=tuple(devices))
-    return plan_machine(here, {device_type: profile}, TINY, Workload(), train_devices=1)
+    return plan_here(here, {device_type: profile}, Workload(), train_devices=1)
+
+
+def plan_here(
+    machine: Machine, profiles: Mapping[str, DeviceProfile], workload: Workload, model: Model = TINY, **wishes: Any
+) -> ClusterPlan:
+    """The plan of a machine; `wishes` are those of the trainer, and what `demand_of` takes besides the workload."""
+    names = {"train_type": "device_type", "train_devices": "devices", "zero_stage": "zero", "train_ranks": "ranks"}
+    wish = TrainingWish(**{names[key]: wishes.pop(key) for key in names if key in wishes})
+    seen = [tokens for profile in profiles.values() if (tokens := profile.answer_tokens) is not None]
+    demand = demand_of(workload, answer_tokens=max(seen, default=None), **wishes)
+    topology = discovered(machine.name, [machine], profiles)
+    return plan_machine(Problem(topology, model, demand, profiles=profiles, training_wish=wish))
+
+
+def plan_for(topology: Topology, model: Model, demand: Demand, **how: Any) -> ClusterPlan:
+    """The plan of a described cluster; `how` has what `Problem` takes besides, and parts of the goal."""
+    kept = ("what_if", "sync_mode", "profiles", "training_wish")
+    problem = Problem(topology, model, demand, **{key: how.pop(key) for key in kept if key in how})
+    return make_plan(problem, Goal(**how))
 
 
 def cluster_of(**counts: int) -> Topology:

@@ -7,13 +7,22 @@ from typing import Any
 import pytest
 from prefect import State
 
+from deployments.cli import main as cli
 from flows import pages as artifacts
+from flows import preparation
 from flows import rl as running
-from flows.plan import ClusterWish, plan
+from flows.plan import plan
+from flows.running import context
 from flows.running.context import open_run
+from planners.hardware.machine import Machine
 from planners.plan.plan import ClusterPlan, read_plan
+from tasks import readiness
 from tasks.config.experiment import Experiment
+from tasks.config.settings import Settings
+from tasks.machine import discovery
+from tasks.planning import ClusterWish
 from tasks.tracking.tracker import Tracker
+from tests.support.places import EXPERIMENTS
 from tests.support.plan import gpu_plan
 
 PLAN = gpu_plan("here", "gpu", 3)
@@ -98,3 +107,43 @@ def test_a_fault_that_a_person_can_mend_ends_a_flow_with_its_sentence_alone() ->
         assert isinstance(state, State)
         assert state.is_failed()
         assert str(state.message).startswith(sentence)
+
+
+class Chosen(Exception):
+    """The run has come as far as its plan."""
+
+
+def test_a_run_looks_at_its_machine_once_and_is_made_ready_once(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also `hexflow train`, which checks before it starts anything."""
+    machine = discovery.discover_machine()
+    looks: list[str] = []
+
+    def look() -> Machine:
+        looks.append("discover")
+        return machine
+
+    def ready(*_: object) -> Path:
+        looks.append("make ready")
+        return settings.models
+
+    def choose(*_: object) -> ClusterPlan:
+        raise Chosen
+
+    for module in (discovery, context, preparation):
+        monkeypatch.setattr(module, "discover_machine", look)
+    for module in (readiness, preparation):
+        monkeypatch.setattr(module, "make_ready", ready)
+    monkeypatch.setattr(running, "prepare", running.prepare.fn)
+    monkeypatch.setattr(running, "measure", lambda *_: {})
+    monkeypatch.setattr(running, "choose_plan", choose)
+    monkeypatch.setattr(running, "show_tracking", lambda tracker: None)
+    with pytest.raises(Chosen):
+        running.carry_out(open_run(Experiment(), None, None), Noted())
+    assert looks == ["discover", "make ready"]
+
+    looks.clear()
+    monkeypatch.setattr(cli, "_run_and_follow", lambda *what: looks.append(what[-1].name))
+    cli.train(EXPERIMENTS / "tiny.yaml")
+    assert looks == ["discover", "make ready", machine.name]

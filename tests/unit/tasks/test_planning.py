@@ -1,10 +1,12 @@
 """Plans for described clusters keep to what the experiment asks; shipped experiments fit shipped clusters."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from planners.errors import UserError
+from planners.hardware.machine import Device, Machine
 from planners.hardware.topology import read_cluster
 from planners.search.columns import Problem, TrainingWish, rollout_columns, training_columns
 from planners.workload.model import read_model
@@ -12,10 +14,17 @@ from tasks import planning as cluster_planning
 from tasks.config.experiment import Experiment
 from tasks.config.files import load_experiment
 from tasks.config.settings import Settings, load_settings
-from tasks.planning import demand_for, study_cluster
+from tasks.planning import ClusterStudy, ClusterWish, demand_for, plan_run
+from tasks.planning import study_cluster as study
+from tasks.training.checkpoints import WrittenBy
 from tests.support.places import DEPLOYMENTS
+from tests.support.plan import profile_of
 
 CLUSTERS = DEPLOYMENTS / "clusters"
+
+
+def study_cluster(experiment: Experiment, file: Path, settings: Settings, **wishes: Any) -> ClusterStudy:
+    return study(experiment, ClusterWish(file=str(file), **wishes), settings)
 
 
 def shipped(size: str, *overrides: str) -> Experiment:
@@ -40,17 +49,17 @@ def test_a_cluster_is_planned_as_the_experiment_asks() -> None:
     """What-if opens layouts that it has no words for; devices it may not use are left out of both."""
     asked = ("planner.train_type=h20", "planner.train_devices=4", "algorithm.zero_stage=2", "rollout.concurrency=40")
     file, settings = CLUSTERS / "paper-h800-8-h20-16.yaml", load_settings()
-    study = study_cluster(shipped("1.5b", *asked), file, settings)
-    (stage,) = study.plan.trainer.stages
-    assert (stage.device_type, stage.data, study.plan.trainer.zero_stage) == ("h20", 4, 2)
-    assert {replica.concurrency for replica in study.plan.replicas} == {32}
-    assert "One more h20" in study.explain()
+    kept = study_cluster(shipped("1.5b", *asked), file, settings)
+    (stage,) = kept.plan.trainer.stages
+    assert (stage.device_type, stage.data, kept.plan.trainer.zero_stage) == ("h20", 4, 2)
+    assert {replica.concurrency for replica in kept.plan.replicas} == {32}
+    assert "One more h20" in kept.explain()
     free = study_cluster(shipped("1.5b", *asked), file, settings, what_if=True)
-    assert free.plan.step_s < study.plan.step_s
-    assert "training_wish" not in free.wishes
+    assert free.plan.step_s < kept.plan.step_s
+    assert free.problem.training_wish == TrainingWish()
     for what_if in (False, True):
         only = study_cluster(shipped("1.5b", "cluster.device_types=[h20]"), file, settings, what_if=what_if)
-        assert set(only.topology.types) == {"h20"}
+        assert set(only.problem.topology.types) == {"h20"}
     for unknown in ("planner.train_type=h2O", "cluster.device_types=[h2O]"):
         with pytest.raises(UserError, match=r"'h2O', which cluster paper-h800-8-h20-16 lacks .*mean 'h20'"):
             study_cluster(shipped("1.5b", unknown), file, settings)
@@ -74,3 +83,35 @@ def test_cluster_and_wishes_are_checked_before_a_model_is_made_ready(
         study_cluster(tiny, laptop, settings, target_tokens_per_s=-1.0)
     with pytest.raises(UserError, match="Mode exhaustive plans a given cluster"):
         study_cluster(tiny, laptop, settings, mode="exhaustive", budget_usd_per_h=1.0)
+
+
+GPUS = Machine(
+    name="host",
+    devices=tuple(
+        Device(index=i, device_type=kind, kind="cuda", memory_bytes=2**38) for kind in ("a", "b") for i in range(4)
+    ),
+)
+RATES = {kind: profile_of(kind, {64: 1e6}, 1e4) for kind in ("a", "b")}
+
+
+def test_a_run_is_planned_under_its_wishes_on_the_devices_that_it_may_use() -> None:
+    experiment = shipped("1.5b", "cluster.device_types=[b]", "planner.train_devices=2", "algorithm.zero_stage=2")
+    plan = plan_run(experiment, GPUS, RATES, Path(experiment.model.source))
+    assert {share.device_type for share in plan.shares} == {"b"}
+    assert (plan.trainer.ranks, plan.trainer.zero_stage, plan.trainer.micro_batch_tokens) == (2, 2, 16384)
+    with pytest.raises(UserError, match="'b' has no profile for this model: run `hexflow prepare"):
+        plan_run(experiment, GPUS, {"a": RATES["a"]}, Path(experiment.model.source))
+
+
+def test_a_resumed_run_keeps_the_ranks_and_the_zero_stage_of_its_checkpoint() -> None:
+    """Also where the experiment wishes for another stage by now; what the devices cannot give is said."""
+    experiment = shipped("1.5b", "algorithm.zero_stage=2")
+    source = Path(experiment.model.source)
+    plan = plan_run(experiment, GPUS, RATES, source, WrittenBy(ranks=3, zero_stage=1))
+    assert (plan.trainer.ranks, plan.trainer.zero_stage) == (3, 1)
+    with pytest.raises(UserError, match=r"as a checkpoint of 5 ranks in ZeRO stage 1 asks: .* at most 4"):
+        plan_run(experiment, GPUS, RATES, source, WrittenBy(ranks=5, zero_stage=1))
+    devices = tuple(device.model_copy(update={"memory_bytes": 2**34}) for device in GPUS.devices)
+    small = GPUS.model_copy(update={"devices": devices})
+    with pytest.raises(UserError, match=r"\(ZeRO 0\) as a checkpoint of 1 ranks in ZeRO stage 0 asks .*smallest that"):
+        plan_run(experiment, small, RATES, source, WrittenBy(ranks=1, zero_stage=0))

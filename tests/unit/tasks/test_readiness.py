@@ -20,6 +20,7 @@ from tasks.config.files import load_experiment
 from tasks.config.settings import Settings
 from tasks.exchange.layout import RunDirectory
 from tasks.machine.devices import hold_devices
+from tasks.machine.discovery import discover_machine
 from tasks.models.prepare import prepare_model
 from tasks.readiness import _check_memory, make_ready, require_free_devices
 from tests.support.places import EXPERIMENTS
@@ -37,17 +38,17 @@ def rows_experiment(path: Path, questions: list[str]) -> Experiment:
 
 
 def test_the_tiny_experiment_is_ready(settings: Settings) -> None:
-    assert (make_ready(tiny(), settings) / "config.json").is_file()
+    assert (make_ready(tiny(), discover_machine(), settings) / "config.json").is_file()
 
 
 def test_every_row_of_a_file_is_checked(settings: Settings, tmp_path: Path) -> None:
     """One over-long prompt far down would end a run hours after its start."""
     questions = [f"q{number}" for number in range(600)]
-    make_ready(rows_experiment(tmp_path / "rows.jsonl", questions), settings)
+    make_ready(rows_experiment(tmp_path / "rows.jsonl", questions), discover_machine(), settings)
     for number in (500, 550):  # in training or held out, whichever the seed chose
         spoilt = [text if n != number else "far too long" for n, text in enumerate(questions)]
         with pytest.raises(UserError, match=f"'far too long' in line {number + 1} of data.path has 12 tokens"):
-            make_ready(rows_experiment(tmp_path / "rows.jsonl", spoilt), settings)
+            make_ready(rows_experiment(tmp_path / "rows.jsonl", spoilt), discover_machine(), settings)
 
 
 @pytest.mark.parametrize(("place", "variable"), [("home", "HEXFLOW_HOME"), ("runs", "HEXFLOW_RUNS")])
@@ -55,15 +56,19 @@ def test_a_place_that_cannot_be_written_is_named(settings: Settings, tmp_path: P
     (tmp_path / "file").write_text("")
     blocked = replace(settings, **{place: tmp_path / "file" / "inner"})
     with pytest.raises(UserError, match=rf"file/inner cannot be written .* {variable}"):
-        make_ready(tiny(), blocked)
+        make_ready(tiny(), discover_machine(), blocked)
 
 
 def test_a_run_that_the_disk_cannot_hold_is_refused(settings: Settings) -> None:
     """1 M parameters: 4 MB a version, 12 MB a checkpoint."""
     many = ["run.steps=1000000", "run.checkpoint_every=1"]
-    make_ready(tiny(*many), settings)
+    make_ready(tiny(*many), discover_machine(), settings)
     with pytest.raises(UserError, match=r"1000001 weight versions of 0.0 GiB .* are free: make room"):
-        make_ready(tiny(*many, "storage.keep_versions=1000000", "storage.keep_checkpoints=1000000"), settings)
+        make_ready(
+            tiny(*many, "storage.keep_versions=1000000", "storage.keep_checkpoints=1000000"),
+            discover_machine(),
+            settings,
+        )
 
 
 def test_a_resumed_run_needs_room_for_what_is_not_there_yet(
@@ -81,44 +86,45 @@ def test_a_resumed_run_needs_room_for_what_is_not_there_yet(
             file.truncate(size)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=20_000_000))
     with pytest.raises(UserError, match=r"needs about 0\.0 GiB in "):
-        make_ready(tiny(), settings)
-    make_ready(tiny(), settings, run)
+        make_ready(tiny(), discover_machine(), settings)
+    make_ready(tiny(), discover_machine(), settings, run)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=10_000_000))
     with pytest.raises(UserError, match=r"needs about 0\.0 GiB more in "):
-        make_ready(tiny(), settings, run)
+        make_ready(tiny(), discover_machine(), settings, run)
 
 
 def test_a_run_waits_for_no_others_devices(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
     """A plan may take every device of the allowed types, so one in use is enough; those of other types may be."""
     types = ["fast", "fast", "slow", "slow"]
     devices = [Device(index=core, device_type=t, kind="cpu", memory_bytes=2**30) for core, t in enumerate(types)]
-    monkeypatch.setattr(readiness, "discover_machine", lambda: Machine(name="here", devices=tuple(devices)))
+    machine = Machine(name="here", devices=tuple(devices))
     monkeypatch.setattr(readiness, "LEAVING_S", 0.0)
-    require_free_devices(tiny(), settings)
+    require_free_devices(tiny(), machine, settings)
     with hold_devices("cpu", [1], "a (train 0)", settings):
-        require_free_devices(tiny("cluster.device_types=[slow]"), settings)
+        require_free_devices(tiny("cluster.device_types=[slow]"), machine, settings)
         with pytest.raises(UserError, match=r"Core 1 is held by a \(train 0\): wait .* or cancel it.*device_types"):
-            require_free_devices(tiny(), settings)
+            require_free_devices(tiny(), machine, settings)
 
 
 def test_a_resumed_run_does_not_wait_for_its_own_actors(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
     """The resume ends them; were they waited for, a run whose supervisor was killed could not be resumed."""
     devices = [Device(index=core, device_type="cpu", kind="cpu", memory_bytes=2**30) for core in (0, 1, 2)]
-    monkeypatch.setattr(readiness, "discover_machine", lambda: Machine(name="here", devices=tuple(devices)))
+    machine = Machine(name="here", devices=tuple(devices))
     monkeypatch.setattr(readiness, "LEAVING_S", 0.0)
     with hold_devices("cpu", [0, 1], "a (rollout 0)", settings):
-        require_free_devices(tiny(), settings, "a")
+        require_free_devices(tiny(), machine, settings, "a")
         with (
             hold_devices("cpu", [2], "a-2 (train 0)", settings),
             pytest.raises(UserError, match=r"Core 2 is held by a-2 \(train 0\)"),
         ):
-            require_free_devices(tiny(), settings, "a")
+            require_free_devices(tiny(), machine, settings, "a")
 
 
 def test_memory_is_checked_before_anything_starts(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(readiness, "memory_bytes", lambda: (2**34, 2**30))
     with pytest.raises(UserError, match=r"tiny-random needs at least 1.0 GiB .* but 1.0 GiB are available"):
-        make_ready(tiny(), settings)  # weights and training come on top of 1 GiB for keys and values
+        # Weights and training come on top of 1 GiB for keys and values.
+        make_ready(tiny(), discover_machine(), settings)
 
 
 @pytest.mark.parametrize(
@@ -153,7 +159,9 @@ def test_the_checks_do_without_torch(settings: Settings) -> None:
     code = (
         "import sys\nfrom pathlib import Path\nfrom tasks.config.files import load_experiment\n"
         "from tasks.readiness import make_ready\nfrom tasks.config.settings import load_settings\n"
-        f"make_ready(load_experiment(Path({str(TINY)!r})), load_settings())\nprint('torch' in sys.modules)"
+        "from tasks.machine.discovery import discover_machine\n"
+        f"make_ready(load_experiment(Path({str(TINY)!r})), discover_machine(), load_settings())\n"
+        "print('torch' in sys.modules)"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], env=os.environ, capture_output=True, text=True, timeout=60, check=True

@@ -15,6 +15,7 @@ from tasks.exchange.ledger import Fenced, Ledger
 from tasks.exchange.ledger.rows import ActorRow
 from tasks.machine.devices import hold_devices
 from tasks.machine.discovery import discover_machine
+from tasks.training.checkpoints import WrittenBy
 from tests.support.ledger import lease, score, take
 
 
@@ -93,10 +94,12 @@ def test_a_refused_resume_leaves_everything_as_it_is(
         open_run(experiment, run.run_id, "flow-2")
 
 
-def test_a_resume_asks_for_the_ranks_that_wrote_its_checkpoint(settings: Settings, experiment: Experiment) -> None:
+def test_a_resume_asks_for_the_ranks_and_the_stage_that_wrote_its_checkpoint(
+    settings: Settings, experiment: Experiment
+) -> None:
     """Of the newest checkpoint that counts: the ledger knows nothing of the second."""
     run = open_run(experiment, None, "flow-1")
-    assert run.resume_ranks is None
+    assert run.written_by is None
     trainer = run.ledger.register(run.run_id, "trainer", 0, pid=1, machine="here")
     replica = run.ledger.register(run.run_id, "replica", 0, pid=1, machine="here")
     for _ in range(2):
@@ -106,10 +109,10 @@ def test_a_resume_asks_for_the_ranks_that_wrote_its_checkpoint(settings: Setting
     for step, ranks in ((1, 3), (2, 5)):
         path = run.directory.checkpoint_path(0, step)
         path.mkdir()
-        write_json(path / "checkpoint.json", {"step": step, "lineage": 0, "ranks": ranks})
+        write_json(path / "checkpoint.json", {"step": step, "lineage": 0, "ranks": ranks, "zero_stage": 2})
     run.ledger.finish(run.supervisor, "failed")
     resumed = open_run(experiment, run.run_id, "flow-2")
-    assert (resumed.resume_step, resumed.resume_ranks) == (1, 3)
+    assert (resumed.resume_step, resumed.written_by) == (1, WrittenBy(ranks=3, zero_stage=2))
 
 
 def test_the_same_flow_run_takes_its_run_up_again(settings: Settings, experiment: Experiment) -> None:

@@ -27,6 +27,7 @@ from flows.running.context import RunContext, open_run
 from flows.running.launcher import PrefectLauncher
 from flows.running.supervisor import RunFailed, Supervisor
 from flows.train import train
+from planners.hardware.machine import Machine
 from planners.plan.run import MachineShare, ReplicaPlan
 from tasks.config.experiment import Experiment
 from tasks.config.files import parse_experiment
@@ -78,6 +79,7 @@ class FakeLauncher:
 
 
 PLAN = run_plan("here")
+HERE = Machine(name="here", devices=())
 
 
 @pytest.fixture(autouse=True)
@@ -96,7 +98,7 @@ def make(tmp_path: Path, **run: object) -> tuple[RunContext, FakeLauncher]:
     directory = RunDirectory(tmp_path)
     directory.create()
     actor = ledger.register(RUN, "supervisor", 0, pid=NOBODY, machine="here")
-    return RunContext(RUN, experiment, directory, ledger, settings, actor, None, None), FakeLauncher(ledger)
+    return RunContext(RUN, experiment, directory, ledger, settings, actor, None, None, HERE), FakeLauncher(ledger)
 
 
 def finish_run(launcher: FakeLauncher) -> None:

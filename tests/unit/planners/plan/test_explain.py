@@ -16,7 +16,8 @@ from planners.plan.explain import budget_curve, cluster_map, explain, gantt, mem
 from planners.plan.plan import read_plan
 from planners.plan.simulator import simulate, with_simulated_step
 from planners.search import next_device
-from planners.search.make import make_plan, rounded_down
+from planners.search.columns import Problem
+from planners.search.make import Goal, rounded_down
 from planners.search.next_device import Gain, memory_remedy, next_device_gains
 from planners.workload.demand import Demand, demand_of
 from planners.workload.lengths import LogNormal, constant
@@ -25,12 +26,12 @@ from planners.workload.step import Workload
 from tasks.config.files import load_experiment
 from tasks.planning import ClusterStudy, demand_for
 from tests.support.places import DEPLOYMENTS
-from tests.support.plan import cluster_of
+from tests.support.plan import cluster_of, plan_for
 
 SEVEN = read_model(DEPLOYMENTS / "models" / "r1-distill-qwen-7b")
 PAPER = Demand(32, 16, 8, constant(250), LogNormal(mean=5000, q99=16000, cap=27648).lengths(), 28672, minibatches=4)
 SMALL = read_cluster(DEPLOYMENTS / "clusters" / "paper-h800-8-h20-16.yaml")
-PLAN = make_plan(SMALL, SEVEN, PAPER)
+PLAN = plan_for(SMALL, SEVEN, PAPER)
 SMOLLM2 = {
     "model_type": "llama",
     "hidden_size": 576,
@@ -44,7 +45,7 @@ SMOLLM2 = {
 
 
 def test_the_explanation_says_what_limits_and_what_helps() -> None:
-    gains = next_device_gains(SMALL, SEVEN, PAPER, PLAN)
+    gains = next_device_gains(Problem(SMALL, SEVEN, PAPER), PLAN)
     assert set(gains) == {"h800-sxm", "h20"}
     assert all(gain.share >= 0 for gain in gains.values())
     text = explain(PLAN, gains)
@@ -52,24 +53,26 @@ def test_the_explanation_says_what_limits_and_what_helps() -> None:
     assert "One more h20" in text
     assert "below the best there is, within the listed layouts" in text
     assert "What-if" not in text
-    published = make_plan(SMALL, SEVEN, PAPER, mode="two-phase", what_if=True, sync_mode="tree")
+    published = plan_for(SMALL, SEVEN, PAPER, mode="two-phase", what_if=True, sync_mode="tree")
     assert "proves no bound" in explain(published)
 
 
 def test_one_more_device_may_be_used_as_the_plan_was_allowed_to_be() -> None:
     """Of what-if this plan needs nothing; but only with it may one more h100 train from a second machine."""
     cluster, model = cluster_of(h100=1, h20=4), read_model(DEPLOYMENTS / "models" / "r1-distill-qwen-1.5b")
-    plan = make_plan(cluster, model, PAPER, what_if=True)
+    plan = plan_for(cluster, model, PAPER, what_if=True)
     assert not plan.what_if
-    today, opened = (ClusterStudy(plan, cluster, model, PAPER, {"what_if": w}).explain() for w in (False, True))
+    today, opened = (
+        ClusterStudy(plan, Problem(cluster, model, PAPER, what_if=w), Goal()).explain() for w in (False, True)
+    )
     assert "One more h100 brings nothing" in today
     assert "One more h100 brings +71" in opened
 
 
 def test_where_the_solver_runs_out_of_time_for_one_more_device_a_bound_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     cluster, model = cluster_of(h100=1, h20=4), read_model(DEPLOYMENTS / "models" / "r1-distill-qwen-1.5b")
-    plan = make_plan(cluster, model, PAPER, what_if=True)
-    exact = next_device_gains(cluster, model, PAPER, plan, what_if=True)["h100"]
+    plan = plan_for(cluster, model, PAPER, what_if=True)
+    exact = next_device_gains(Problem(cluster, model, PAPER, what_if=True), plan)["h100"]
     assert not exact.at_most
     solve = next_device.solve_fastest
 
@@ -79,7 +82,7 @@ def test_where_the_solver_runs_out_of_time_for_one_more_device_a_bound_is_said(m
         return replace(found, bound=found.bound / 2)
 
     monkeypatch.setattr(next_device, "solve_fastest", slow)
-    bound = next_device_gains(cluster, model, PAPER, plan, what_if=True)["h100"]
+    bound = next_device_gains(Problem(cluster, model, PAPER, what_if=True), plan)["h100"]
     assert bound.at_most
     assert bound.share > exact.share > 0.5
     assert f"One more h100 brings at most {bound.share:+.1%}" in explain(plan, {"h100": bound})
@@ -88,12 +91,12 @@ def test_where_the_solver_runs_out_of_time_for_one_more_device_a_bound_is_said(m
         raise UserError("The solver found no plan.")
 
     monkeypatch.setattr(next_device, "solve_fastest", silent)
-    assert next_device_gains(SMALL, SEVEN, PAPER, PLAN) == {}
+    assert next_device_gains(Problem(SMALL, SEVEN, PAPER), PLAN) == {}
 
 
 def left_out(cluster: Topology = SMALL, **how: Any) -> str:
     """The sentence on devices that do nothing."""
-    plan = make_plan(cluster, SEVEN, PAPER, **how)
+    plan = plan_for(cluster, SEVEN, PAPER, **how)
     assert any(m.training + m.rollout < m.devices for m in plan.machines)
     words = explain(plan, budget_usd_per_h=how.get("budget_usd_per_h"))
     (line,) = [
@@ -109,7 +112,7 @@ def test_why_devices_do_nothing_is_said_of_each_mode_as_it_is() -> None:
     assert "by Algorithm 1; mode joint would say" in left_out(
         read_cluster(DEPLOYMENTS / "clusters" / "paper-h800-24-h20-24.yaml"), mode="two-phase"
     )
-    words = ClusterStudy(IDLE, MIXED, SEVEN, EAGER, {}).explain()
+    words = ClusterStudy(IDLE, Problem(MIXED, SEVEN, EAGER), Goal()).explain()
     assert (
         "not needed: no use of them would shorten the step in layouts that run today.\nLayouts that --what-if" in words
     )
@@ -117,7 +120,7 @@ def test_why_devices_do_nothing_is_said_of_each_mode_as_it_is() -> None:
 
 MIXED = read_cluster(DEPLOYMENTS / "clusters" / "paper-h800-24-h20-24.yaml")
 EAGER = replace(PAPER, prompts_per_step=64, group_size=8, max_staleness=2)
-IDLE = make_plan(MIXED, SEVEN, EAGER)
+IDLE = plan_for(MIXED, SEVEN, EAGER)
 
 
 def test_what_generation_waits_for_is_said_where_it_is_not_its_work() -> None:
@@ -131,8 +134,8 @@ def test_one_more_device_that_brings_nothing_although_generation_limits_is_expla
     """Of 16.6 s, 16.2 s are work: near enough not to be told apart, and yet more devices do not help."""
     model = read_model(DEPLOYMENTS / "models" / "r1-distill-qwen-1.5b")
     demand = demand_for(load_experiment(DEPLOYMENTS / "experiments" / "r1-distill-qwen-1.5b.yaml"))
-    plan = make_plan(SMALL, model, demand)
-    words = ClusterStudy(plan, SMALL, model, demand, {}).explain()
+    plan = plan_for(SMALL, model, demand)
+    words = ClusterStudy(plan, Problem(SMALL, model, demand), Goal()).explain()
     assert "Generation limits" in words
     assert "One more h20 brings nothing, since the longest answers decide." in words
     assert "nothing, since" not in explain(PLAN, {"h20": Gain(0.0)})
@@ -161,13 +164,13 @@ def test_which_figure_to_trust_is_said_where_they_differ(
 
 def test_smaller_micro_batches_are_named_where_memory_keeps_a_faster_layout_out() -> None:
     coarse = replace(PAPER, micro_batch_tokens=2**18)
-    plan = make_plan(SMALL, SEVEN, coarse)
-    (sentence,) = memory_remedy(SMALL, SEVEN, coarse, plan)
+    plan = plan_for(SMALL, SEVEN, coarse)
+    (sentence,) = memory_remedy(Problem(SMALL, SEVEN, coarse), plan)
     tokens = int(sentence.split("tokens_per_micro_batch=")[1].split()[0])
-    fine = make_plan(SMALL, SEVEN, replace(PAPER, micro_batch_tokens=tokens))
+    fine = plan_for(SMALL, SEVEN, replace(PAPER, micro_batch_tokens=tokens))
     assert f"{fine.train_s:.2f} s" in sentence
     assert fine.train_s < 0.98 * plan.train_s
-    assert memory_remedy(SMALL, SEVEN, replace(PAPER, micro_batch_tokens=tokens), fine) == []
+    assert memory_remedy(Problem(SMALL, SEVEN, replace(PAPER, micro_batch_tokens=tokens)), fine) == []
 
 
 @pytest.mark.parametrize(
@@ -209,7 +212,7 @@ def test_the_chart_shows_who_trains_and_who_generates() -> None:
 
 
 def test_more_money_never_buys_less() -> None:
-    bought = list(budget_curve(SMALL, SEVEN, PAPER, [1, 20, 40, 60]))
+    bought = list(budget_curve(Problem(SMALL, SEVEN, PAPER), [1, 20, 40, 60]))
     assert [budget for budget, _ in bought] == [20, 40, 60]  # one dollar buys nothing
     rates = [plan.throughput_tokens_per_s for _, plan in bought]
     assert rates == sorted(rates)
@@ -256,7 +259,7 @@ def test_a_discovered_machine_is_planned_from_its_profiles() -> None:
     cores = tuple(Device(index=i, device_type="cpu", kind="cpu", memory_bytes=8 * 10**9) for i in range(2))
     topology = discovered("here", [Machine(name="here", devices=cores)], {"cpu": profile("cpu")})
     model = model_from_config(SMOLLM2, "smollm2", element_bytes=4)
-    plan = make_plan(topology, model, demand_of(Workload()), profiles={"cpu": profile("cpu")})
+    plan = plan_for(topology, model, demand_of(Workload()), profiles={"cpu": profile("cpu")})
     assert plan.train_s == pytest.approx(512 / 30)
     assert (plan.sync_train_s, plan.sync_rollout_s) == (2.0, 1.0)
     assert plan.step_s == pytest.approx(512 / 30 + 2.0)
@@ -278,12 +281,12 @@ def test_shipped_experiments_of_the_paper_are_planned(size: str) -> None:
     demand = demand_of(experiment.workload, experiment.algorithm.minibatches)
     assert demand.tokens_per_step == pytest.approx(2.56e6, rel=0.01)
     model = read_model(DEPLOYMENTS / "models" / Path(experiment.model.source).name)
-    plan = make_plan(read_cluster(DEPLOYMENTS / "clusters" / "paper-h800-8-h20-48.yaml"), model, demand)
+    plan = plan_for(read_cluster(DEPLOYMENTS / "clusters" / "paper-h800-8-h20-48.yaml"), model, demand)
     assert plan.gap <= 0.005
 
 
 def test_the_laptop_cluster_trains_the_laptop_experiment() -> None:
     experiment = load_experiment(DEPLOYMENTS / "experiments" / "laptop.yaml")
     model = model_from_config(SMOLLM2, "smollm2", element_bytes=4)
-    plan = make_plan(read_cluster(DEPLOYMENTS / "clusters" / "laptop.yaml"), model, demand_of(experiment.workload))
+    plan = plan_for(read_cluster(DEPLOYMENTS / "clusters" / "laptop.yaml"), model, demand_of(experiment.workload))
     assert [(m.training, m.rollout) for m in plan.machines] == [(1, 1)]

@@ -11,11 +11,11 @@ from planners.errors import UserError
 from planners.hardware.topology import read_cluster
 from planners.plan.plan import ClusterPlan, IterationPlan
 from planners.plan.simulator import Simulation, Simulator, simulate, with_simulated_step
-from planners.search.make import make_plan
 from planners.workload.demand import Demand
 from planners.workload.lengths import Lengths, LogNormal, constant
 from planners.workload.model import read_model
 from tests.support.places import DEPLOYMENTS
+from tests.support.plan import plan_for
 
 SEVEN = read_model(DEPLOYMENTS / "models" / "r1-distill-qwen-7b")
 HEX = read_cluster(DEPLOYMENTS / "clusters" / "paper-h800-8-h20-48.yaml")
@@ -24,7 +24,7 @@ PAPER_LENGTHS = LogNormal(mean=5000, q99=16000, cap=27648).lengths()
 
 def planned(prompts: int, group: int, staleness: int, lengths: Lengths) -> ClusterPlan:
     demand = Demand(prompts, group, staleness, constant(250), lengths, 28672)
-    return make_plan(HEX, SEVEN, demand, what_if=True, sync_mode="tree")
+    return plan_for(HEX, SEVEN, demand, what_if=True, sync_mode="tree")
 
 
 BASE = planned(8, 4, 2, LogNormal(mean=100, q99=300, cap=2000).lengths())

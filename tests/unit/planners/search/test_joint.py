@@ -13,12 +13,12 @@ from planners.hardware.topology import ClusterFile, Topology, parse_cluster, rea
 from planners.plan.plan import ClusterPlan
 from planners.plan.simulator import simulate
 from planners.search.columns import TrainingWish
-from planners.search.make import Mode, make_plan
+from planners.search.make import Mode
 from planners.workload.demand import Demand
 from planners.workload.lengths import Lengths, LogNormal, constant
 from planners.workload.model import Model, read_model
 from tests.support.places import DEPLOYMENTS
-from tests.support.plan import cluster_of
+from tests.support.plan import cluster_of, plan_for
 
 SMALL = read_model(DEPLOYMENTS / "models" / "r1-distill-qwen-1.5b")
 SEVEN = read_model(DEPLOYMENTS / "models" / "r1-distill-qwen-7b")
@@ -87,7 +87,7 @@ def check_agreement(topology: Topology, demand: Demand, sync: SyncMode, what_if:
     plans: dict[Mode, ClusterPlan | None] = {}
     for mode in MODES:
         try:
-            plans[mode] = make_plan(topology, SMALL, demand, mode=mode, sync_mode=sync, what_if=what_if)
+            plans[mode] = plan_for(topology, SMALL, demand, mode=mode, sync_mode=sync, what_if=what_if)
         except UserError:
             plans[mode] = None
     joint, best = plans["joint"], plans["exhaustive"]
@@ -109,7 +109,7 @@ def test_the_bound_holds_on_uneven_links(
     links = {pair: data.draw(st.sampled_from([1e8, 1e9, 5e10])) for pair in pairs if data.draw(st.booleans())}
     uneven = replace(topology, node_links=links)
     try:
-        best = make_plan(uneven, SMALL, demand, mode="exhaustive", sync_mode=sync, what_if=True)
+        best = plan_for(uneven, SMALL, demand, mode="exhaustive", sync_mode=sync, what_if=True)
     except UserError:
         return
     plan = joint(uneven, SMALL, demand, sync)
@@ -120,7 +120,7 @@ def test_the_bound_holds_on_uneven_links(
 
 
 def joint(topology: Topology, model: Model = SEVEN, demand: Demand = PAPER, sync: SyncMode = "tree") -> ClusterPlan:
-    return make_plan(topology, model, demand, what_if=True, sync_mode=sync)
+    return plan_for(topology, model, demand, what_if=True, sync_mode=sync)
 
 
 def check_feasible(plan: ClusterPlan, topology: Topology, demand: Demand) -> None:
@@ -170,7 +170,7 @@ def test_the_fastest_plan_is_the_fastest_in_the_simulator_too(staleness: int) ->
     """With little staleness the longest answers decide: planned within 5 %, and no slower than Algorithm 1's plan."""
     cluster = read_cluster(DEPLOYMENTS / "clusters" / "paper-h800-24-h20-24.yaml")
     demand = replace(PAPER, prompts_per_step=64, group_size=8, max_staleness=staleness)
-    joint, published = (make_plan(cluster, SEVEN, demand, mode=mode) for mode in ("joint", "two-phase"))
+    joint, published = (plan_for(cluster, SEVEN, demand, mode=mode) for mode in ("joint", "two-phase"))
     simulated_s = simulate(joint, steps=100, warm_up=20).step_s
     assert simulated_s == pytest.approx(joint.step_s, rel=0.05)
     assert simulated_s <= 1.02 * simulate(published, steps=100, warm_up=20).step_s
@@ -178,18 +178,18 @@ def test_the_fastest_plan_is_the_fastest_in_the_simulator_too(staleness: int) ->
 
 def test_exhaustive_search_stops_at_eight_devices() -> None:
     with pytest.raises(UserError, match="stops at 8 devices"):
-        make_plan(HEX, SEVEN, PAPER, mode="exhaustive")
+        plan_for(HEX, SEVEN, PAPER, mode="exhaustive")
 
 
 def test_only_what_runs_is_planned_unless_asked() -> None:
-    plan = make_plan(HEX, SEVEN, PAPER)
+    plan = plan_for(HEX, SEVEN, PAPER)
     assert not plan.what_if
     (stage,) = plan.trainer.stages
     assert stage.tensor == 1
     assert len(stage.machines) == 1
     assert all(len(replica.devices) == 1 for replica in plan.replicas)
     with pytest.raises(UserError, match="--what-if"):
-        make_plan(HEX, SEVEN, PAPER, sync_mode="tree")
+        plan_for(HEX, SEVEN, PAPER, sync_mode="tree")
 
 
 @examples(15)
@@ -240,15 +240,15 @@ def test_lower_prices_rent_at_least_as_much() -> None:
     cheap = replace(
         HEX, nodes=tuple(replace(n, device=replace(n.device, usd_per_h=n.device.usd_per_h / 2)) for n in HEX.nodes)
     )
-    before = make_plan(HEX, SEVEN, PAPER, budget_usd_per_h=30)
-    after = make_plan(cheap, SEVEN, PAPER, budget_usd_per_h=30)
+    before = plan_for(HEX, SEVEN, PAPER, budget_usd_per_h=30)
+    after = plan_for(cheap, SEVEN, PAPER, budget_usd_per_h=30)
     assert before.usd_per_h <= 30
     assert after.usd_per_h <= 30
     assert after.upper_bound_tokens_per_s >= before.upper_bound_tokens_per_s * (1 - SOLVER_GAP)
 
 
 def test_generation_has_headroom_where_devices_are_left() -> None:
-    plan = make_plan(HEX, SEVEN, PAPER, what_if=True)
+    plan = plan_for(HEX, SEVEN, PAPER, what_if=True)
     assert sum(m.training + m.rollout for m in plan.machines) < HEX.devices
     work_s = PAPER.tokens_per_step / sum(r.tokens_per_s for r in plan.replicas)
     assert 1.05 * work_s + plan.sync_rollout_s <= plan.step_s * (1 + 1e-4)
@@ -256,8 +256,8 @@ def test_generation_has_headroom_where_devices_are_left() -> None:
 
 
 def test_a_target_is_met_for_less_than_the_whole_cluster() -> None:
-    full = make_plan(HEX, SEVEN, PAPER)
-    half = make_plan(HEX, SEVEN, PAPER, target_tokens_per_s=full.throughput_tokens_per_s / 2)
+    full = plan_for(HEX, SEVEN, PAPER)
+    half = plan_for(HEX, SEVEN, PAPER, target_tokens_per_s=full.throughput_tokens_per_s / 2)
     assert half.throughput_tokens_per_s >= full.throughput_tokens_per_s / 2 * (1 - 1e-6)
     assert half.usd_per_h < full.usd_per_h
     assert half.price_bound_usd_per_h is not None
@@ -266,17 +266,17 @@ def test_a_target_is_met_for_less_than_the_whole_cluster() -> None:
 
 def test_the_best_that_is_named_is_reached_as_a_target() -> None:
     with pytest.raises(UserError) as refused:
-        make_plan(HEX, SEVEN, PAPER, target_tokens_per_s=1e9)
+        plan_for(HEX, SEVEN, PAPER, target_tokens_per_s=1e9)
     best = float(str(refused.value).split("the best is ")[1].split()[0])
-    plan = make_plan(HEX, SEVEN, PAPER, target_tokens_per_s=best)
+    plan = plan_for(HEX, SEVEN, PAPER, target_tokens_per_s=best)
     assert plan.throughput_tokens_per_s >= best * (1 - 1e-6)
 
 
 def test_of_plans_at_the_price_of_a_target_the_fastest_is_taken() -> None:
     """Where every device costs a dollar two are cheapest for a low target; which two makes a fourfold difference."""
     equal = replace(HEX, nodes=tuple(replace(n, device=replace(n.device, usd_per_h=1.0)) for n in HEX.nodes))
-    best = make_plan(equal, SMALL, PAPER, budget_usd_per_h=2)
-    plan = make_plan(equal, SMALL, PAPER, target_tokens_per_s=best.throughput_tokens_per_s / 4)
+    best = plan_for(equal, SMALL, PAPER, budget_usd_per_h=2)
+    plan = plan_for(equal, SMALL, PAPER, target_tokens_per_s=best.throughput_tokens_per_s / 4)
     assert plan.usd_per_h == best.usd_per_h == 2
     assert plan.step_s == pytest.approx(best.step_s, rel=SOLVER_GAP)
 
@@ -284,24 +284,24 @@ def test_of_plans_at_the_price_of_a_target_the_fastest_is_taken() -> None:
 def test_a_budget_where_nothing_has_a_price_is_refused() -> None:
     free = replace(HEX, nodes=tuple(replace(n, device=replace(n.device, usd_per_h=0.0)) for n in HEX.nodes))
     with pytest.raises(UserError, match="has a price, so a budget says nothing"):
-        make_plan(free, SEVEN, PAPER, budget_usd_per_h=5)
+        plan_for(free, SEVEN, PAPER, budget_usd_per_h=5)
 
 
 def test_wishes_that_cannot_be_met_name_what_can() -> None:
     with pytest.raises(UserError, match=r"cheapest is training on .* USD/h") as told:
-        make_plan(HEX, SEVEN, PAPER, budget_usd_per_h=1)
+        plan_for(HEX, SEVEN, PAPER, budget_usd_per_h=1)
     price = float(str(told.value).split(" for ")[-1].removesuffix(" USD/h."))
-    assert make_plan(HEX, SEVEN, PAPER, budget_usd_per_h=price).usd_per_h == pytest.approx(price)
+    assert plan_for(HEX, SEVEN, PAPER, budget_usd_per_h=price).usd_per_h == pytest.approx(price)
     with pytest.raises(UserError, match=r"the best is \d+(\.\d+)? tokens/s"):
-        make_plan(HEX, SEVEN, PAPER, target_tokens_per_s=1e9)
+        plan_for(HEX, SEVEN, PAPER, target_tokens_per_s=1e9)
     with pytest.raises(UserError, match="not both"):
-        make_plan(HEX, SEVEN, PAPER, target_tokens_per_s=1, budget_usd_per_h=1)
+        plan_for(HEX, SEVEN, PAPER, target_tokens_per_s=1, budget_usd_per_h=1)
 
 
 def test_a_model_that_fits_nowhere_is_told_how_much_is_missing() -> None:
     laptop = {"name": "one", "machines": [{"name": "a", "device_type": "rtx-4090", "devices": 2}]}
     with pytest.raises(UserError, match=r"lacks \d+\.\d GiB per device.*smallest that would do is one machine with"):
-        make_plan(parse_cluster(ClusterFile.model_validate(laptop)), SEVEN, PAPER)
+        plan_for(parse_cluster(ClusterFile.model_validate(laptop)), SEVEN, PAPER)
 
 
 def test_smaller_micro_batches_are_the_remedy_where_they_let_a_model_fit() -> None:
@@ -309,40 +309,40 @@ def test_smaller_micro_batches_are_the_remedy_where_they_let_a_model_fit() -> No
     only = TrainingWish(device_type="a100-80")
     short = replace(PAPER, response=LogNormal(mean=1000, q99=3000, cap=4000).lengths(), longest_tokens=4352)
     with pytest.raises(UserError, match=r"with algorithm\.tokens_per_micro_batch=\d+ it fits") as refused:
-        make_plan(cluster, SEVEN, replace(short, micro_batch_tokens=2**16), training_wish=only)
+        plan_for(cluster, SEVEN, replace(short, micro_batch_tokens=2**16), training_wish=only)
     tokens = int(str(refused.value).split("tokens_per_micro_batch=")[1].split()[0])
-    plan = make_plan(cluster, SEVEN, replace(short, micro_batch_tokens=tokens), training_wish=only)
+    plan = plan_for(cluster, SEVEN, replace(short, micro_batch_tokens=tokens), training_wish=only)
     assert plan.trainer.stages[0].device_type == "a100-80"
 
 
 def test_one_device_cannot_do_both() -> None:
     single = {"name": "one", "machines": [{"name": "a", "device_type": "b200", "devices": 1}]}
     with pytest.raises(UserError, match="not both at once"):
-        make_plan(parse_cluster(ClusterFile.model_validate(single)), SMALL, PAPER)
+        plan_for(parse_cluster(ClusterFile.model_validate(single)), SMALL, PAPER)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, 0.0, -1.0])
 def test_a_wish_that_is_no_positive_number_is_refused(value: float) -> None:
     with pytest.raises(UserError, match=r"budget is .*: give a positive, finite one"):
-        make_plan(HEX, SEVEN, PAPER, budget_usd_per_h=value)
+        plan_for(HEX, SEVEN, PAPER, budget_usd_per_h=value)
     with pytest.raises(UserError, match=r"target is .*: give a positive, finite one"):
-        make_plan(HEX, SEVEN, PAPER, target_tokens_per_s=value)
+        plan_for(HEX, SEVEN, PAPER, target_tokens_per_s=value)
 
 
 @pytest.mark.parametrize("budget", [None, 20])
 def test_homogeneous_passes_over_a_type_that_cannot_do_both(budget: float | None) -> None:
-    plan = make_plan(cluster_of(h100=1, h20=4), SMALL, PAPER, mode="homogeneous", budget_usd_per_h=budget)
+    plan = plan_for(cluster_of(h100=1, h20=4), SMALL, PAPER, mode="homogeneous", budget_usd_per_h=budget)
     assert {r.device_type for r in plan.replicas} == {"h20"}
     with pytest.raises(UserError, match=r"No single device type of cluster mixed can train and generate alone:"):
-        make_plan(cluster_of(h100=1, h20=1), SMALL, PAPER, mode="homogeneous")
+        plan_for(cluster_of(h100=1, h20=1), SMALL, PAPER, mode="homogeneous")
     with pytest.raises(UserError, match=r"alone for 0\.5 USD/h: ask for less"):
-        make_plan(cluster_of(h100=1, h20=4), SMALL, PAPER, mode="homogeneous", budget_usd_per_h=0.5)
+        plan_for(cluster_of(h100=1, h20=4), SMALL, PAPER, mode="homogeneous", budget_usd_per_h=0.5)
 
 
 def test_homogeneous_takes_the_cheapest_that_reaches_a_target() -> None:
     cluster, target = cluster_of(h100=8, h20=8), {"target_tokens_per_s": 100.0}
-    plan = make_plan(cluster, SMALL, PAPER, mode="homogeneous", **target)  # type: ignore[arg-type]
-    each = [make_plan(cluster_of(**{kind: 8}), SMALL, PAPER, **target) for kind in ("h100", "h20")]  # type: ignore[arg-type]
+    plan = plan_for(cluster, SMALL, PAPER, mode="homogeneous", **target)  # type: ignore[arg-type]
+    each = [plan_for(cluster_of(**{kind: 8}), SMALL, PAPER, **target) for kind in ("h100", "h20")]  # type: ignore[arg-type]
     assert plan.usd_per_h == pytest.approx(min(p.usd_per_h for p in each))
     assert plan.step_s > min(p.step_s for p in each)
 

@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from planners.errors import UserError
 from planners.hardware.topology import ClusterFile, parse_cluster, read_cluster
 from planners.search.columns import Problem, RolloutColumn, rollout_columns
-from planners.search.make import make_plan
 from planners.search.partition import Repartition, Variant, device_graph
 from planners.search.two_phase import LENGTH_CLASSES, class_rate, makespan_s, solve_rollout, windowed_rollout_s
 from planners.workload.demand import Demand
 from planners.workload.lengths import LogNormal, constant
 from planners.workload.model import read_model
 from tests.support.places import DEPLOYMENTS
+from tests.support.plan import plan_for
 
 SEVEN = read_model(DEPLOYMENTS / "models" / "r1-distill-qwen-7b")
 PAPER = Demand(32, 16, 8, constant(250), LogNormal(mean=5000, q99=16000, cap=27648).lengths(), 28672, minibatches=4)
@@ -109,8 +109,8 @@ def test_a_longer_window_hides_the_start_and_the_tail() -> None:
 
 @pytest.mark.parametrize("variant", ["printed", "corrected"])
 def test_algorithm_1_never_beats_the_joint_bound(variant: Variant) -> None:
-    joint = make_plan(HEX, SEVEN, PAPER, what_if=True, sync_mode="blocking")
-    published = make_plan(HEX, SEVEN, PAPER, mode="two-phase", partition=variant, what_if=True, sync_mode="blocking")
+    joint = plan_for(HEX, SEVEN, PAPER, what_if=True, sync_mode="blocking")
+    published = plan_for(HEX, SEVEN, PAPER, mode="two-phase", partition=variant, what_if=True, sync_mode="blocking")
     assert published.throughput_tokens_per_s <= joint.upper_bound_tokens_per_s * (1 + 1e-6)
     assert sum(m.training + m.rollout for m in published.machines) <= HEX.devices
 
@@ -122,12 +122,12 @@ def test_plans_bound_by_training_can_be_excluded() -> None:
     """
     demand = replace(PAPER, prompts_per_step=16, group_size=8)
     cluster = read_cluster(DEPLOYMENTS / "clusters" / "paper-h800-8-h20-16.yaml")
-    plan = make_plan(cluster, SEVEN, demand, mode="two-phase", exclude_training_bound=True)
+    plan = plan_for(cluster, SEVEN, demand, mode="two-phase", exclude_training_bound=True)
     assert plan.train_s <= plan.rollout_s * 1.2 + plan.sync_s + plan.reward_s
-    free = make_plan(cluster, SEVEN, demand, mode="two-phase")
+    free = plan_for(cluster, SEVEN, demand, mode="two-phase")
     assert free.step_s <= plan.step_s
 
 
 def test_two_phase_takes_no_budget() -> None:
     with pytest.raises(UserError, match="given cluster"):
-        make_plan(HEX, SEVEN, PAPER, mode="two-phase", budget_usd_per_h=10)
+        plan_for(HEX, SEVEN, PAPER, mode="two-phase", budget_usd_per_h=10)
