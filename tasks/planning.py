@@ -140,7 +140,7 @@ def study_cluster(
     tell("preparing the model")
     # A plan needs the model's sizes only, so a directory without weights will do.
     directory = source if source.is_dir() else prepare_model(experiment.model, settings)
-    model = read_model(directory, ELEMENTELEMENT_BYTES[experiment.model.dtype])
+    model = read_model(directory, ELEMENT_BYTES[experiment.model.dtype])
     tell(f"planning {topology.devices:,} devices")
     problem = Problem(topology, model, demand, what_if=wish.what_if, sync_mode=wish.sync_mode, training_wish=asked)
     plan = make_plan(problem, goal)

@@ -272,21 +272,20 @@ def plan(
     check_task(resolved.data)
     if cluster is None:
         chosen = mode is not PlanMode.JOINT or sync is not SyncChoice.STORAGE or what_if
-        if chosen or any(given is not None for given in (json, budget, target)):
-            raise UserError(
-                "--mode, --sync, --what-if, --json, --budget and --target are for a cluster: name one with --cluster."
-            )
+        if chosen or (json, budget, target) != (None, None, None):
+            raise UserError(_FOR_CLUSTERS)
         _plan_here(settings, resolved, console)
         return
-    from deployments.cli.cluster_plan import ClusterWish, plan_cluster
+    from deployments.cli.cluster_plan import plan_cluster
+    from tasks.planning import ClusterWish
 
     if cluster == Path():
         raise UserError(
             "--cluster names no file: give a cluster file, or leave the option out to plan for this machine."
         )
-    how: dict[str, Any] = {"mode": mode.value, "sync_mode": sync.value, "budget_usd_per_h": budget}
-    wish = ClusterWish(file=str(cluster), what_if=what_if, target_tokens_per_s=target, **how)
-    plan_cluster(resolved, wish, settings, console, _writable(json))
+    wish: dict[str, Any] = {"mode": mode.value, "sync_mode": sync.value, "what_if": what_if}
+    wish |= {"file": str(cluster), "budget_usd_per_h": budget, "target_tokens_per_s": target}
+    plan_cluster(resolved, ClusterWish.model_validate(wish), settings, console, _writable(json))
 
 
 def _plan_here(settings: "Settings", experiment: "Experiment", console: "Console") -> None:
@@ -439,6 +438,7 @@ def _leave(state: dict[str, Any], console: "Console") -> None:
     raise typer.Exit(EXIT_STATUS.get(state["type"], CANCELLED))
 
 
+_FOR_CLUSTERS = "--mode, --sync, --what-if, --json, --budget and --target are for a cluster: name one with --cluster."
 _MEASURING = "Measuring the devices, unless that was done before: up to 4 minutes."
 _FLOW_ERROR = "Flow run encountered an exception: "
 _DISK_ERRORS = {

@@ -150,7 +150,10 @@ def assert_completed(settings: Settings, ledger: Ledger, run_id: str, summary: d
     assert row is not None
     assert row.lineage == 2
     plan = json.loads((settings.runs / run_id / "plan.json").read_text())
-    assert {plan["training"]["stages"][0]["device_type"], plan["replicas"][0]["device_type"]} == {"fast", "slow"}
+    assert {share["device_type"] for share in (*plan["trainer"]["stages"][0]["machines"], *plan["replicas"])} == {
+        "fast",
+        "slow",
+    }
     assert plan["upper_bound_tokens_per_s"] >= plan["throughput_tokens_per_s"] > 0
     for part in ("step_s", "train_s", "rollout_s", "publish_s", "load_s"):
         assert summary[f"{part}_predicted"] > 0
