@@ -77,7 +77,7 @@ class PrefectApi:
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
 
-    def call(self, method: str, path: str, body: Json | None = None, deadline_s: float = 30.0) -> Any:
+    def call(self, method: str, path: str, body: Json | list[Json] | None = None, deadline_s: float = 30.0) -> Any:
         """One request; returns the decoded answer, None for an empty one.
 
         While the server says 503, which on SQLite means that another writer held the database and nothing was done,
@@ -96,7 +96,7 @@ class PrefectApi:
                     raise Unreachable(str(error)) from None
             time.sleep(_RETRY_S)
 
-    def _call_once(self, method: str, path: str, body: Json | None, deadline_s: float) -> Any:
+    def _call_once(self, method: str, path: str, body: Json | list[Json] | None, deadline_s: float) -> Any:
         try:
             return self._answer(method, path, body, deadline_s)
         except NO_ANSWER as error:
@@ -104,7 +104,7 @@ class PrefectApi:
             said = f"No answer from the Prefect server at {where}, or none it would give: {_cause(error)}"
             raise Unreachable(said) from None
 
-    def _answer(self, method: str, path: str, body: Json | None, deadline_s: float) -> Any:
+    def _answer(self, method: str, path: str, body: Json | list[Json] | None, deadline_s: float) -> Any:
         data = None if body is None else json.dumps(body).encode()
         try:
             with open_url(f"{self.url}{path}", deadline_s, data=data, headers=_headers(), method=method) as answer:

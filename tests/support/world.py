@@ -7,6 +7,7 @@ are lost at random, and what was asked is asked again.
 
 import random
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 from hypothesis import strategies as st
@@ -171,7 +172,7 @@ class World:
         numbers = [number for _, number in self.tokens[group_id]]
         newest = max(numbers) if self.dice.random() < 0.5 else None
         counts = {outcome: self.dice.randint(0, 3) for outcome in ("scored", "timeout", "error", "truncated")}
-        facts = {"oldest_version": min(numbers), "reward_mean": self.dice.random(), "counts": counts}
+        facts: dict[str, Any] = {"oldest_version": min(numbers), "reward_mean": self.dice.random(), "counts": counts}
         facts["response_tokens"] = self.dice.randint(0, 99)
         self.payloads.add(group_id)
         kept = self.ledger.complete_group(replica.actor, group_id, **facts, newest_version=newest)

@@ -135,7 +135,7 @@ def test_a_run_looks_at_its_machine_once_and_is_made_ready_once(
         monkeypatch.setattr(module, "discover_machine", look)
     for module in (readiness, preparation):
         monkeypatch.setattr(module, "make_ready", ready)
-    monkeypatch.setattr(running, "prepare", running.prepare.fn)
+    monkeypatch.setattr(running, "prepare", preparation.prepare.fn)
     monkeypatch.setattr(running, "measure", lambda *_: {})
     monkeypatch.setattr(running, "choose_plan", choose)
     monkeypatch.setattr(running, "show_tracking", lambda tracker: None)

@@ -54,7 +54,7 @@ def test_every_row_of_a_file_is_checked(settings: Settings, tmp_path: Path) -> N
 @pytest.mark.parametrize(("place", "variable"), [("home", "HEXFLOW_HOME"), ("runs", "HEXFLOW_RUNS")])
 def test_a_place_that_cannot_be_written_is_named(settings: Settings, tmp_path: Path, place: str, variable: str) -> None:
     (tmp_path / "file").write_text("")
-    blocked = replace(settings, **{place: tmp_path / "file" / "inner"})
+    blocked = replace(settings, **{place: tmp_path / "file" / "inner"})  # type: ignore[arg-type]
     with pytest.raises(UserError, match=rf"file/inner cannot be written .* {variable}"):
         make_ready(tiny(), discover_machine(), blocked)
 

@@ -1,6 +1,6 @@
 """What an experiment wishes of the devices is kept to, or refused in the words of its keys."""
 
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 
@@ -41,6 +41,6 @@ def test_only_devices_that_may_be_used_are_left() -> None:
         ({("cpu", "cpu"): 1, ("gpu", "cuda"): 1}, {"device_types": ["cpu"]}, "found 1"),
     ],
 )
-def test_what_a_person_gets_wrong_is_said(counts: Counts, wishes: dict, message: str) -> None:
+def test_what_a_person_gets_wrong_is_said(counts: Counts, wishes: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         usable_devices(wishing(**wishes), machine_of(counts))

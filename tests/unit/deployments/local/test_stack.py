@@ -268,7 +268,8 @@ def test_up_refuses_workers_of_older_code(settings: Settings, sleeper: Member) -
 
 def test_what_a_named_server_was_set_up_with_is_not_taken_for_our_own(settings: Settings) -> None:
     for server, deployed in (("own", "fingerprint"), ("http://elsewhere/api", "")):
-        known = state_with(**{"Prefect server": server})
+        known = state_with()
+        known.identity = {"Prefect server": server}
         known.deployed = "fingerprint"
         servers.save_state(settings, known)
         assert stack._wanted_state(settings, discover_machine()).deployed == deployed
@@ -345,15 +346,15 @@ def test_a_server_is_known_by_the_process_that_listens(tmp_path: Path, free_port
 def test_a_port_taken_meanwhile_is_replaced(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
     """What another program does between the look at a port and a server's start must not end a person's command."""
     said: list[str] = []
-    outcomes = iter(
+    outcomes: Iterator[stack._PortTaken | stack.Stack] = iter(
         [stack._PortTaken("Port 4200 was taken."), stack.Stack("http://127.0.0.1:1/api", "http://127.0.0.1:2")]
     )
 
     def up_once(*_: object) -> stack.Stack:
         outcome = next(outcomes)
-        if isinstance(outcome, stack._PortTaken):
-            raise outcome
-        return outcome
+        if isinstance(outcome, stack.Stack):
+            return outcome
+        raise outcome
 
     monkeypatch.setattr(stack, "_up", up_once)
     assert stack.up(settings, said.append).prefect_page == "http://127.0.0.1:1"

@@ -38,7 +38,7 @@ def test_a_run_with_a_live_supervisor_is_not_resumed(settings: Settings, experim
         open_run(experiment, run.run_id, "flow-2")
 
 
-class Supervised:
+class Supervised(Ledger):
     """A ledger with a supervisor that has been silent for so long."""
 
     def __init__(self, silent_s: float) -> None:
@@ -51,6 +51,7 @@ class Supervised:
 def test_a_refused_resume_says_when_it_can_be_done(settings: Settings, experiment: Experiment) -> None:
     run = open_run(experiment, None, "flow-1")
     row = run.ledger.find_run(run_id=run.run_id)
+    assert row is not None
     with pytest.raises(UserError, match=r"last heard of 14 s ago: .* try again in 6 s\.$"):
         require_unsupervised(row, Supervised(14.2))
     require_unsupervised(row, Supervised(20.0))

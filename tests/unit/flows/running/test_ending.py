@@ -15,9 +15,10 @@ from uuid import UUID, uuid4
 import httpx
 import prefect
 import pytest
+from prefect import State
 from prefect.exceptions import TerminationSignal
 from prefect.settings import PREFECT_API_URL, temporary_settings
-from prefect.states import Cancelled, Cancelling, Running, State
+from prefect.states import Cancelled, Cancelling, Running
 from sqlalchemy.exc import OperationalError
 
 from flows.running import ending as cancellation
@@ -76,7 +77,8 @@ def work(run: RunContext, server: FakeServer, until: Callable[[], bool]) -> None
 
 
 def test_a_server_that_answers_every_other_time_is_believed(run: RunContext) -> None:
-    said: list[Said] = [Running(), *[Cancelling(), AWAY] * (1 + cancellation._WORKER_GRACE_POLLS), Running()]
+    asked: list[Said] = [Cancelling(), AWAY]
+    said = [Running(), *asked * (1 + cancellation._WORKER_GRACE_POLLS), Running()]
     with pytest.raises(TerminationSignal):
         work(run, FakeServer(*said), until=lambda: False)
 

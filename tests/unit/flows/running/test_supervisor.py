@@ -14,10 +14,10 @@ from uuid import UUID, uuid4
 
 import httpx
 import pytest
+from prefect import State
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.objects import WorkerStatus
 from prefect.exceptions import TerminationSignal
-from prefect.states import State
 from sqlalchemy.exc import OperationalError
 
 from flows import rl as running

@@ -17,6 +17,7 @@ from planners.plan.plan import read_plan
 from planners.plan.simulator import simulate, with_simulated_step
 from planners.search import next_device
 from planners.search.columns import Problem
+from planners.search.joint import solve_fastest
 from planners.search.make import Goal, rounded_down
 from planners.search.next_device import Gain, memory_remedy, next_device_gains
 from planners.workload.demand import Demand, demand_of
@@ -74,7 +75,7 @@ def test_where_the_solver_runs_out_of_time_for_one_more_device_a_bound_is_said(m
     plan = plan_for(cluster, model, PAPER, what_if=True)
     exact = next_device_gains(Problem(cluster, model, PAPER, what_if=True), plan)["h100"]
     assert not exact.at_most
-    solve = next_device.solve_fastest
+    solve = solve_fastest
 
     def slow(*what: Any, time_limit_s: float, **how: Any) -> Any:
         assert time_limit_s <= next_device.ASK_LIMIT_S / 2

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from random import Random
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -223,9 +224,9 @@ def test_more_bandwidth_never_worsens_the_bound(topology: Topology, demand: Dema
 
 @examples(10)
 @given(clusters(10), demands(), st.randoms())
-def test_the_order_of_machines_changes_nothing(topology: Topology, demand: Demand, random: object) -> None:
+def test_the_order_of_machines_changes_nothing(topology: Topology, demand: Demand, random: Random) -> None:
     shuffled = list(topology.nodes)
-    random.shuffle(shuffled)  # type: ignore[attr-defined]
+    random.shuffle(shuffled)
     try:
         plan = joint(topology, SMALL, demand)
     except UserError:
@@ -341,8 +342,8 @@ def test_homogeneous_passes_over_a_type_that_cannot_do_both(budget: float | None
 
 def test_homogeneous_takes_the_cheapest_that_reaches_a_target() -> None:
     cluster, target = cluster_of(h100=8, h20=8), {"target_tokens_per_s": 100.0}
-    plan = plan_for(cluster, SMALL, PAPER, mode="homogeneous", **target)  # type: ignore[arg-type]
-    each = [plan_for(cluster_of(**{kind: 8}), SMALL, PAPER, **target) for kind in ("h100", "h20")]  # type: ignore[arg-type]
+    plan = plan_for(cluster, SMALL, PAPER, mode="homogeneous", **target)
+    each = [plan_for(cluster_of(**{kind: 8}), SMALL, PAPER, **target) for kind in ("h100", "h20")]
     assert plan.usd_per_h == pytest.approx(min(p.usd_per_h for p in each))
     assert plan.step_s > min(p.step_s for p in each)
 

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Iterator
+from random import Random
 from typing import Any, Literal
 
 import pytest
@@ -19,6 +20,7 @@ from planners.search import this_machine as planning
 from planners.search.columns import Problem, rollout_columns
 from planners.search.make import Goal, make_plan
 from planners.search.program import highest_rate
+from planners.search.solver import minimise
 from planners.search.this_machine import require_startable
 from planners.workload.demand import demand_of
 from planners.workload.lengths import Samples
@@ -29,7 +31,7 @@ Kind = Literal["cuda", "cpu"]
 JOINT = Goal()
 Counts = dict[tuple[str, Kind], int]
 Profiles = dict[str, DeviceProfile]
-Packing = dict[str, int]
+Packing = dict[str, Any]
 """How the trainer cuts a step: `minibatches` and `micro_batch_tokens`."""
 rates = st.integers(1, 100).map(float)
 
@@ -206,12 +208,12 @@ def test_one_more_device_of_a_type_is_never_worse(
 @examples(10)
 @given(problems(), st.randoms(use_true_random=False))
 def test_the_order_of_devices_changes_nothing(
-    problem: tuple[Counts, Profiles, Workload, Packing], random: object
+    problem: tuple[Counts, Profiles, Workload, Packing], random: Random
 ) -> None:
     counts, profiles, workload, packing = problem
     machine = machine_of(counts)
     shuffled = list(machine.devices)
-    random.shuffle(shuffled)  # type: ignore[attr-defined]
+    random.shuffle(shuffled)
     machines = (machine, Machine(name="host", devices=shuffled))
     plans = [plan_here(m, profiles, workload, **packing) for m in machines]
     first, second = (plan.model_copy(update={"solve_s": 0.0}) for plan in plans)
@@ -243,7 +245,7 @@ def test_cores_of_several_machines_form_a_process_each(
         assert all(m.training + m.rollout <= m.devices for m in plan.machines)
 
 
-def laptop(cores: int = 2, workload: Workload | None = None, **wishes: int) -> ClusterPlan:
+def laptop(cores: int = 2, workload: Workload | None = None, **wishes: Any) -> ClusterPlan:
     profiles = {"cpu": profile_of("cpu", {8: 20.0, 64: 40.0}, 64.0, publish_s=1.5, load_s=0.8)}
     machine = machine_of({("cpu", "cpu"): cores})
     return plan_here(machine, profiles, workload or Workload(), **wishes)
@@ -272,7 +274,6 @@ def test_latencies_of_cores_cost_no_binaries_and_no_further_solves(monkeypatch: 
         integers.append({v.name[0] for v in program.variables() if v.cat == "Integer"})
         return minimise(program, *how)
 
-    minimise = joint.minimise
     monkeypatch.setattr(joint, "minimise", counted)
     _, profiles, workload, _ = MANY_CORES
     topology = discovered("host", [machine_of({("a", "cpu"): 20})], profiles)

@@ -39,8 +39,8 @@ def source(data: dict[str, Any], **sections: dict[str, Any]) -> PromptSource:
     return PromptSource(experiment(data, **sections), ByteTokenizer())
 
 
-TOY = {"kind": "toy", "heldout_size": 16}
-SUMS = {"kind": "reasoning_gym", "task": "chain_sum"}
+TOY: dict[str, Any] = {"kind": "toy", "heldout_size": 16}
+SUMS: dict[str, Any] = {"kind": "reasoning_gym", "task": "chain_sum"}
 
 
 @pytest.fixture

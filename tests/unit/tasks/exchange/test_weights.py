@@ -81,8 +81,11 @@ def test_pickles_are_not_published(run: RunDirectory, name: str) -> None:
 
 
 def test_directory_without_weights_is_not_published(run: RunDirectory) -> None:
+    def write_config(path: Path) -> None:
+        (path / "config.json").write_text("{}")
+
     with pytest.raises(WeightsCorrupt, match="safetensors"):
-        publish_weights(run, 0, 1, lambda path: (path / "config.json").write_text("{}"))
+        publish_weights(run, 0, 1, write_config)
     assert not list(run.weights.iterdir())
 
 

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -145,7 +146,7 @@ def test_an_interrupted_preparation_leaves_no_model_and_is_cleared_by_the_next(
     ],
 )
 def test_what_this_machine_lacks_is_said_before_anything_is_written(
-    private: Settings, fake: FakeModel, monkeypatch: pytest.MonkeyPatch, change: dict[str, object], message: str
+    private: Settings, fake: FakeModel, monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], message: str
 ) -> None:
     monkeypatch.setitem(models.SHIPPED_MODELS, "fake", replace(models.SHIPPED_MODELS["fake"], **change))
     with pytest.raises(UserError, match=message):

@@ -3,13 +3,14 @@
 import asyncio
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import cast
 
 import pytest
 
 from planners.errors import UserError
 from tasks.config.experiment import Experiment
 from tasks.config.files import parse_experiment
-from tasks.data.prompts import Item
+from tasks.data.prompts import Item, PromptSource
 from tasks.exchange.layout import RunDirectory
 from tasks.exchange.ledger import Actor, Ledger
 from tasks.exchange.trajectories import Outcome, Segment, load_group
@@ -95,8 +96,8 @@ def make_replica(ledger: Ledger, experiment: Experiment, tmp_path: Path, engine:
     run = RunDirectory(tmp_path)
     run.create()
     answerer = Answerer(engine, text, text, Sampling(1.0, 4, text.stop_token_ids))
-    tracker = Tracker.child(None, lambda: None, "replica", {})
-    return Replica(ReplicaParts(experiment, ledger, actor, run, engine, answerer, text, tracker, concurrency=8))
+    tracker, prompts = Tracker.child(None, lambda: None, "replica", {}), cast(PromptSource, text)
+    return Replica(ReplicaParts(experiment, ledger, actor, run, engine, answerer, prompts, tracker, concurrency=8))
 
 
 async def until(condition: Callable[[], bool], what: str) -> None:

@@ -1,6 +1,7 @@
 """Statistics of a run: the interval of a difference, and the algebra of busy times."""
 
 import math
+from collections.abc import Sequence
 from itertools import pairwise
 from random import Random
 from statistics import fmean
@@ -15,9 +16,9 @@ from tasks.tracking.statistics import intersection, length_s, overlap_share, pai
 intervals = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)), max_size=12)
 
 
-def moments(spans: list[tuple[int, int]]) -> set[int]:
+def moments(spans: Sequence[tuple[float, float]]) -> set[int]:
     """The unit steps of time that the intervals cover."""
-    return {moment for start, end in spans for moment in range(start, end)}
+    return {moment for start, end in spans for moment in range(int(start), int(end))}
 
 
 @given(intervals)

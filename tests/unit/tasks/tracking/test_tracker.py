@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -15,6 +16,9 @@ from tasks.exchange.ledger import Ledger
 from tasks.tracking import tracker as tracking
 from tasks.tracking.tracker import Tracker, end_attempts, end_run, flatten
 from tests.support.places import REPOSITORY
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +31,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
-def client(store: str):
+def client(store: str) -> "MlflowClient":
     from mlflow import MlflowClient
 
     return MlflowClient(store)
@@ -40,7 +44,7 @@ def dead_uri() -> str:
         return f"http://127.0.0.1:{probe.getsockname()[1]}"
 
 
-def test_a_run_and_its_attempts_reach_the_store(store: str, client, tmp_path: Path) -> None:
+def test_a_run_and_its_attempts_reach_the_store(store: str, client: "MlflowClient", tmp_path: Path) -> None:
     params = {"algorithm": {"lr": 1e-6}, "cluster": {"device_types": None}, "prompt": {"template": "x" * 7000}}
     parent = Tracker.parent(store, "study", "run-1", params, {"hexflow.run": "run-1"})
     assert parent.run_id is not None
@@ -70,7 +74,7 @@ def test_a_run_and_its_attempts_reach_the_store(store: str, client, tmp_path: Pa
     assert parent.dropped == child.dropped == 0
 
 
-def test_values_that_are_not_finite_are_counted_instead(store: str, client) -> None:
+def test_values_that_are_not_finite_are_counted_instead(store: str, client: "MlflowClient") -> None:
     tracker = Tracker.parent(store, "study", "nan", {}, {})
     tracker.log({"loss": math.nan, "reward": 1.0}, 0)
     tracker.log({"loss": math.inf, "reward": 2.0}, 1)
@@ -79,7 +83,7 @@ def test_values_that_are_not_finite_are_counted_instead(store: str, client) -> N
     assert client.get_run(tracker.run_id).data.metrics == {"nonfinite/loss": 2.0, "reward": 2.0}
 
 
-def test_a_resumed_run_goes_on_under_its_id(store: str, client) -> None:
+def test_a_resumed_run_goes_on_under_its_id(store: str, client: "MlflowClient") -> None:
     first = Tracker.parent(store, "study", "resumed", {"run": {"steps": 2}}, {})
     first.log({"reward": 1.0}, 0)
     first.finish("FAILED")
@@ -93,7 +97,7 @@ def test_a_resumed_run_goes_on_under_its_id(store: str, client) -> None:
     assert len(client.get_metric_history(first.run_id, "reward")) == 2
 
 
-def test_runs_of_dead_attempts_are_ended_from_outside(store: str, client) -> None:
+def test_runs_of_dead_attempts_are_ended_from_outside(store: str, client: "MlflowClient") -> None:
     parent = Tracker.parent(store, "study", "dying", {}, {})
     children = {
         slot: Tracker.child(store, lambda: parent.run_id, f"replica-{slot}", {"hexflow.slot": slot})
@@ -109,7 +113,9 @@ def test_runs_of_dead_attempts_are_ended_from_outside(store: str, client) -> Non
     parent.finish("FINISHED")
 
 
-def test_what_the_store_refuses_is_dropped_and_the_rest_arrives(store: str, client, tmp_path: Path) -> None:
+def test_what_the_store_refuses_is_dropped_and_the_rest_arrives(
+    store: str, client: "MlflowClient", tmp_path: Path
+) -> None:
     tracker = Tracker.parent(store, "study", "refused", {}, {})
     tracker.log({"no*such:name?": 1.0}, 0)
     tracker.log_artifact(tmp_path / "absent")
@@ -133,10 +139,12 @@ def test_without_a_server_the_run_goes_on(dead_uri: str, monkeypatch: pytest.Mon
     end_run(dead_uri, "0" * 32, "FAILED")
 
 
-def test_the_run_is_created_once_the_store_answers(store: str, client, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_run_is_created_once_the_store_answers(
+    store: str, client: "MlflowClient", monkeypatch: pytest.MonkeyPatch
+) -> None:
     attempts = []
 
-    def fails_once(*arguments):
+    def fails_once(*arguments: Any) -> Any:
         attempts.append(arguments)
         if len(attempts) == 1:
             raise ConnectionError("the server is away")
@@ -152,7 +160,7 @@ def test_the_run_is_created_once_the_store_answers(store: str, client, monkeypat
     assert (run.info.status, run.data.metrics, run.data.params) == ("FINISHED", {"reward": 1.0}, {"run.steps": "1"})
 
 
-def test_actors_are_tracked_although_their_run_came_late(store: str, client, tmp_path: Path) -> None:
+def test_actors_are_tracked_although_their_run_came_late(store: str, client: "MlflowClient", tmp_path: Path) -> None:
     """MLflow was away when the run began: its actors ask the ledger for it until the ledger has been told."""
     ledger = Ledger(f"sqlite:///{tmp_path / 'ledger.db'}")
     ledger.create_run("run", prompts_per_step=1, max_staleness=1, steps=1, max_attempts_per_prompt=1)
@@ -177,7 +185,7 @@ def test_actors_are_tracked_although_their_run_came_late(store: str, client, tmp
     assert attempt.data.metrics == {"throughput": 1.0}
 
 
-def test_what_a_killed_run_left_open_is_ended(store: str, client) -> None:
+def test_what_a_killed_run_left_open_is_ended(store: str, client: "MlflowClient") -> None:
     """With its attempts; one that has ended keeps its word."""
     experiment = client.create_experiment("killed")
     parent = client.create_run(experiment).info.run_id

@@ -90,7 +90,7 @@ def test_permuted_advantages_pull_nowhere_however_gradients_are_clipped() -> Non
 def batch_of(behaviour: list[float], advantages: list[float], mask: list[float]) -> MicroBatch:
     index = torch.zeros(len(mask), dtype=torch.long)
     rows = (torch.tensor(behaviour), torch.tensor(advantages), torch.tensor(mask))
-    return MicroBatch(*[index] * 6, *rows, index)
+    return MicroBatch(index, index, index, index, index, index, *rows, index)
 
 
 tokens = st.lists(st.tuples(finite, finite, finite, finite, st.sampled_from([0.0, 1.0])), min_size=1, max_size=12)
