@@ -363,7 +363,7 @@ def _console() -> "Console":
 
 def _bring_up(settings: "Settings", console: "Console", machine: "Machine | None" = None) -> "Stack":
     from deployments.local import stack
-    from deployments.prefect.api import without_password
+    from deployments.web import without_password
 
     try:
         found = stack.up(settings, lambda line: console.print(line, soft_wrap=True, markup=False), machine)
@@ -421,7 +421,7 @@ def _started() -> Iterator[None]:
 
 def _follow(settings: "Settings", api: Any, flow_run_id: str, console: "Console") -> dict[str, Any]:
     from deployments.cli.follow import Follower
-    from deployments.prefect.api import without_password
+    from deployments.web import without_password
     from tasks.exchange.ledger import Ledger
 
     page = f"{without_password(api.url).removesuffix('/api')}/runs/flow-run/{flow_run_id}"

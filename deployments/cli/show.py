@@ -13,7 +13,8 @@ from rich.text import Text
 
 from deployments.cli.follow import minutes
 from deployments.local.servers import StackState
-from deployments.prefect.api import PrefectApi, Unreachable, answers, without_password
+from deployments.prefect.api import PrefectApi, Unreachable
+from deployments.web import answers, without_password
 from planners.hardware.machine import Machine
 from planners.plan.plan import ClusterPlan
 from planners.sections import SHIPPED

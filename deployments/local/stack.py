@@ -19,8 +19,9 @@ from deployments.local import servers
 from deployments.local.servers import HOST, Member, StackState
 from deployments.local.worker import worker_name
 from deployments.prefect import setup
-from deployments.prefect.api import PrefectApi, Unreachable, answers, without_password
+from deployments.prefect.api import PrefectApi, Unreachable
 from deployments.prefect.versions import local_versions
+from deployments.web import answers, without_password
 from planners.errors import UserError
 from planners.hardware.machine import Machine
 from tasks.config.settings import Settings

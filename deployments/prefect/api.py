@@ -3,72 +3,26 @@
 Importing Prefect costs a command 3-5 s; these endpoints are its public REST API.
 """
 
-import base64
-import http.client
-import json
 import os
-import re
-import time
-import urllib.error
-import urllib.request
-from collections.abc import Mapping
+import ssl
 from typing import Any, cast
-from urllib.parse import unquote, urlsplit, urlunsplit
 
+import httpx
+import tenacity
+
+from deployments.web import answers, basic, without_password
 from planners.errors import UserError
 
 Json = dict[str, Any]
 _RETRY_S = 0.5
-
-# The stack is on loopback, where a proxy named in the environment has no business.
-_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-
-NO_ANSWER = (OSError, ValueError, http.client.HTTPException)
-"""What `open_url` and reading its answer raise: nobody answers, it breaks off or is no HTTP, or the URL is none."""
 
 
 class Unreachable(Exception):
     """The server gave no answer, or said that it is not able to give one now."""
 
 
-class _Busy(Exception):
+class _Busy(Unreachable):
     """The server did nothing and asks to be asked again."""
-
-
-def without_password(url: str) -> str:
-    """The URL as it may be shown."""
-    return re.sub(r"//[^@/]*@", "//…@", url)
-
-
-def open_url(
-    url: str,
-    deadline_s: float,
-    *,
-    data: bytes | None = None,
-    headers: Mapping[str, str] | None = None,
-    method: str = "GET",
-) -> http.client.HTTPResponse:
-    """Open a URL; a user and password in it are sent as the clients of Prefect and MLflow send them.
-
-    Raises:
-        OSError, ValueError, http.client.HTTPException: see `NO_ANSWER`.
-    """
-    parts = urlsplit(url)
-    user, _, host = parts.netloc.rpartition("@")
-    sent = dict(headers or {})
-    if user:
-        sent.setdefault("Authorization", _basic(unquote(user)))
-    request = urllib.request.Request(urlunsplit(parts._replace(netloc=host)), data, sent, method=method)
-    return cast(http.client.HTTPResponse, _DIRECT.open(request, timeout=deadline_s))
-
-
-def answers(url: str, deadline_s: float = 2.0) -> bool:
-    """Whether an HTTP server answers `url` with success."""
-    try:
-        with open_url(url, deadline_s):
-            return True
-    except NO_ANSWER:
-        return False
 
 
 class PrefectApi:
@@ -87,36 +41,37 @@ class PrefectApi:
             Unreachable: no connection, a time-out or a server error; asking again may help.
             UserError: the server refused; the message holds its reason.
         """
-        give_up = time.monotonic() + deadline_s
-        while True:
-            try:
-                return self._call_once(method, path, body, deadline_s)
-            except _Busy as error:
-                if time.monotonic() > give_up:
-                    raise Unreachable(str(error)) from None
-            time.sleep(_RETRY_S)
+        asking = tenacity.Retrying(
+            retry=tenacity.retry_if_exception_type(_Busy),
+            stop=tenacity.stop_after_delay(deadline_s),
+            wait=tenacity.wait_fixed(_RETRY_S),
+            reraise=True,
+        )
+        return asking(self._call_once, method, path, body, deadline_s)
 
     def _call_once(self, method: str, path: str, body: Json | list[Json] | None, deadline_s: float) -> Any:
         try:
-            return self._answer(method, path, body, deadline_s)
-        except NO_ANSWER as error:
+            answer = self._send(method, path, body, deadline_s)
+            found = answer.json() if answer.is_success and answer.content else None
+        except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
             where = without_password(self.url)
             said = f"No answer from the Prefect server at {where}, or none it would give: {_cause(error)}"
             raise Unreachable(said) from None
+        if answer.is_success:
+            return found
+        reason = _reason(answer)
+        if answer.status_code == 503:
+            raise _Busy(f"The Prefect server was busy for {deadline_s:.0f} s: {reason}")
+        if answer.is_server_error:
+            raise Unreachable(f"The Prefect server failed with {answer.status_code}: {reason}")
+        raise UserError(f"The Prefect server refused {method} {path} ({answer.status_code}): {reason}")
 
-    def _answer(self, method: str, path: str, body: Json | list[Json] | None, deadline_s: float) -> Any:
-        data = None if body is None else json.dumps(body).encode()
-        try:
-            with open_url(f"{self.url}{path}", deadline_s, data=data, headers=_headers(), method=method) as answer:
-                content = answer.read()
-        except urllib.error.HTTPError as error:
-            reason = _reason(error.read().decode(errors="replace"))
-            if error.code == 503:
-                raise _Busy(f"The Prefect server was busy for {deadline_s:.0f} s: {reason}") from None
-            if error.code >= 500:
-                raise Unreachable(f"The Prefect server failed with {error.code}: {reason}") from None
-            raise UserError(f"The Prefect server refused {method} {path} ({error.code}): {reason}") from None
-        return json.loads(content) if content else None
+    def _send(self, method: str, path: str, body: Json | list[Json] | None, deadline_s: float) -> httpx.Response:
+        """On a connection of its own, which a server that came back does not know; proxies are not for a stack."""
+        url = httpx.URL(f"{self.url}{path}")
+        verify: ssl.SSLContext | bool = ssl.create_default_context() if url.scheme == "https" else False
+        with httpx.Client(trust_env=False, verify=verify, timeout=deadline_s) as client:
+            return client.request(method, url.copy_with(userinfo=b""), json=body, headers=_credentials(url))
 
     def healthy(self) -> bool:
         """Whether the server serves requests."""
@@ -164,28 +119,27 @@ class PrefectApi:
 
 
 def _cause(error: Exception) -> str:
-    """What went wrong, in the words of the system where it was a connection that urllib has wrapped."""
-    cause = getattr(error, "reason", error)
-    return str(getattr(cause, "strerror", None) or cause)
+    """What went wrong, in the words of the system where it was a connection that httpx has wrapped."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.strerror:
+            return cause.strerror
+        cause = cause.__cause__ or cause.__context__
+    return str(error) or type(error).__name__
 
 
-def _reason(content: str) -> str:
+def _reason(answer: httpx.Response) -> str:
     """What an error's answer says: its `detail` where the server's code wrote one, else what there is of it."""
     try:
-        detail = json.loads(content)["detail"]
+        detail = answer.json()["detail"]
     except (ValueError, KeyError, TypeError):
-        detail = content
+        detail = answer.text
     return str(detail)[:500]
 
 
-def _headers() -> dict[str, str]:
-    headers = {"Content-Type": "application/json"}
+def _credentials(url: httpx.URL) -> dict[str, str]:
+    """The header that signs in: the variables of Prefect's own client, else the user in the URL."""
     if key := os.environ.get("PREFECT_API_KEY"):
-        headers["Authorization"] = f"Bearer {key}"
-    elif pair := os.environ.get("PREFECT_API_AUTH_STRING"):
-        headers["Authorization"] = _basic(pair)
-    return headers
-
-
-def _basic(pair: str) -> str:
-    return f"Basic {base64.b64encode(pair.encode()).decode()}"
+        return {"Authorization": f"Bearer {key}"}
+    pair = os.environ.get("PREFECT_API_AUTH_STRING") or (f"{url.username}:{url.password}" if url.userinfo else "")
+    return {"Authorization": basic(pair)} if pair else {}

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from deployments.local import servers, stack
-from deployments.prefect.api import PrefectApi, answers
+from deployments.prefect.api import PrefectApi
+from deployments.web import answers
 from tasks.config.settings import Settings
 from tasks.machine.processes import ProcessGroup
 from tests.support.stack import until

@@ -14,8 +14,9 @@ import pytest
 
 from deployments.local import servers, stack
 from deployments.local.servers import Member, StackState
-from deployments.prefect.api import Json, PrefectApi, answers
+from deployments.prefect.api import Json, PrefectApi
 from deployments.prefect.versions import local_versions
+from deployments.web import answers
 from planners.errors import UserError
 from tasks.config.settings import Settings
 from tasks.exchange.ledger import Ledger

@@ -9,7 +9,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from deployments.prefect.api import PrefectApi, Unreachable, answers
+from deployments.prefect.api import PrefectApi, Unreachable
+from deployments.web import answers
 
 Handler = http.server.BaseHTTPRequestHandler
 
@@ -85,3 +86,42 @@ def test_the_user_in_a_url_is_sent_as_a_header() -> None:
     with serving(echo) as address:
         assert answers(f"http://me:secret@{address}/health")
         assert PrefectApi(f"http://me:sec%40ret@{address}/api").call("GET", "/x") == "Basic bWU6c2VjQHJldA=="
+
+
+def test_a_server_that_is_busy_is_asked_again() -> None:
+    """SQLite's other writer is gone in a moment; one that stays is told as no answer."""
+    asked: list[int] = []
+
+    def busy_once(handler: Handler) -> None:
+        asked.append(1)
+        say(handler, b'{"detail": "locked"}' if len(asked) == 1 else b"7", status=503 if len(asked) == 1 else 200)
+
+    with serving(busy_once) as address:
+        assert PrefectApi(f"http://{address}/api").call("GET", "/x") == 7
+    with (
+        serving(lambda handler: say(handler, b'{"detail": "locked"}', status=503)) as address,
+        pytest.raises(Unreachable, match="was busy for 0 s: locked"),
+    ):
+        PrefectApi(f"http://{address}/api").call("GET", "/x", deadline_s=0.2)
+
+
+@pytest.mark.parametrize("variable", ["http_proxy", "HTTP_PROXY", "ALL_PROXY", "all_proxy"])
+def test_no_proxy_stands_between_a_command_and_its_server(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(variable, "http://127.0.0.1:9")
+    with serving(lambda handler: say(handler, b"7")) as address:
+        assert PrefectApi(f"http://{address}/api").call("GET", "/x") == 7
+        assert answers(f"http://{address}/health")
+
+
+def test_a_key_or_a_pair_in_the_environment_goes_before_the_user_in_the_url(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Prefect's own client has it."""
+
+    def echo(handler: Handler) -> None:
+        say(handler, json.dumps(handler.headers.get("Authorization")).encode())
+
+    with serving(echo) as address:
+        api = PrefectApi(f"http://me:secret@{address}/api")
+        monkeypatch.setenv("PREFECT_API_AUTH_STRING", "you:other")
+        assert api.call("GET", "/x") == "Basic eW91Om90aGVy"
+        monkeypatch.setenv("PREFECT_API_KEY", "key")
+        assert api.call("GET", "/x") == "Bearer key"
