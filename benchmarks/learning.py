@@ -54,7 +54,7 @@ def main() -> None:
 
 def train(variant: str, seed: int) -> dict[str, Any]:
     """Train the laptop experiment and return its summary."""
-    runs = load_settings().runs
+    runs = load_settings().shared.runs
     known = set(runs.glob("*/summary.json"))
     overrides = [f"algorithm.permute_advantages={str(variant == 'control').lower()}", f"run.seed={seed}"]
     overrides += ["tracking.experiment=learning", f"run.name={variant}"]

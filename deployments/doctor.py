@@ -58,8 +58,8 @@ def diagnose(settings: Settings) -> list[Finding]:
         check_libraries(wanted_stack(os.environ.get("HEXFLOW_INSTALL"))),
         check_cpu(platform.machine(), _read("/proc/cpuinfo"), len(os.sched_getaffinity(0))),
         check_memory(*memory_bytes()),
-        check_storage("state", settings.home),
-        check_storage("runs", settings.runs),
+        check_storage("state", settings.local.home),
+        check_storage("runs", settings.shared.runs),
         check_ledger(settings, _read("/proc/mounts"), versions),
         *check_gpu(versions),
         *check_devices(versions),
@@ -220,9 +220,9 @@ def check_ledger(settings: Settings, mounts: str, versions: Mapping[str, str]) -
         mounts: the text of /proc/mounts.
         versions: installed version by canonical package name.
     """
-    what, is_file = without_password(settings.ledger_url), settings.ledger_url.startswith("sqlite")
+    what, is_file = without_password(settings.shared.ledger_url), settings.shared.ledger_url.startswith("sqlite")
     if is_file:
-        path = Path(settings.ledger_url.partition("///")[2])
+        path = Path(settings.shared.ledger_url.partition("///")[2])
         kind = _file_system(path, mounts)
         what = f"SQLite on {kind}: {path}"
         if fault := fault_of_place(path.parent):
@@ -232,7 +232,7 @@ def check_ledger(settings: Settings, mounts: str, versions: Mapping[str, str]) -
         from tasks.exchange.ledger.database import require_usable  # not before: it needs third-party packages
 
         try:
-            require_usable(settings.ledger_url)
+            require_usable(settings.shared.ledger_url)
         except UserError as error:
             return Finding("ledger", Verdict.FAIL, f"{what} cannot be used", str(error))
     elif not is_file:

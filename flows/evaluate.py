@@ -11,7 +11,7 @@ from typing import Any
 from prefect import flow
 from prefect.artifacts import create_table_artifact
 
-from flows.preparation import discover, prepare
+from flows.preparation import discover, prepare_here
 from flows.running.children import on_devices, run_until_it_ends
 from planners.errors import UserError
 from planners.hardware.machine import Machine
@@ -33,10 +33,10 @@ def evaluate(experiment: Experiment = Experiment(), run: str | None = None) -> d
     """
     settings = load_settings()
     if run is not None:
-        experiment = run_experiment(RunDirectory(settings.runs / run), run)
+        experiment = run_experiment(RunDirectory(settings.shared.runs / run), run)
     machine = discover()
-    model_path = prepare(experiment, machine)
-    weights_path = Path(model_path) if run is None else newest_weights(Ledger(settings.ledger_url), run)
+    model_path = prepare_here(experiment, machine)
+    weights_path = Path(model_path) if run is None else newest_weights(Ledger(settings.shared.ledger_url), run)
     share = evaluation_share(machine, experiment)
     with tempfile.TemporaryDirectory() as scratch:
         out = Path(scratch) / "rewards.json"
@@ -45,7 +45,7 @@ def evaluate(experiment: Experiment = Experiment(), run: str | None = None) -> d
         argv += ["--kind", share.kind, "--out", str(out)]
         with on_devices(share, "an evaluation"):
             deadline_s = experiment.run.start_deadline_s + experiment.run.step_deadline_s
-            run_until_it_ends(argv, share, "the evaluation", settings.logs / "evaluate.log", deadline_s)
+            run_until_it_ends(argv, share, "the evaluation", settings.local.logs / "evaluate.log", deadline_s)
         rewards = json.loads(out.read_text())
     result = accuracy(run or experiment.model.source, rewards)
     create_table_artifact([result], key="evaluation", description="Mean reward on the held-out questions.")
@@ -83,7 +83,7 @@ def newest_weights(ledger: Ledger, run_id: str) -> Path:
         WeightsCorrupt: they are not what was published.
     """
     latest = ledger.latest_version(run_id)
-    path = None if latest is None else RunDirectory(load_settings().runs / run_id).weights_path(*latest)
+    path = None if latest is None else RunDirectory(load_settings().shared.runs / run_id).weights_path(*latest)
     if path is None or not path.exists():
         raise UserError(f"Run {run_id} has no weights to evaluate: it published none, or they were deleted.")
     verify_weights(path)

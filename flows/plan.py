@@ -9,7 +9,8 @@ from prefect import State, flow
 from prefect.states import Failed
 
 from flows.pages import show_cluster_plan, show_plan
-from flows.preparation import choose_plan, discover, measure, prepare
+from flows.preparation import choose_plan, discover
+from flows.running.readying import ready_and_measured
 from planners.errors import UserError
 from planners.plan.explain import cluster_map, gantt, memory_table
 from planners.plan.simulator import simulate
@@ -34,11 +35,10 @@ def plan(experiment: Experiment = Experiment(), cluster: ClusterWish | None = No
 
 
 def plan_on_this_machine(experiment: Experiment) -> dict[str, Any]:
-    """Measure this machine, plan for it, and show the plan."""
+    """Let this machine measure itself, plan for it, and show the plan."""
     machine = discover()
-    model_path = prepare(experiment, machine)
-    profiles = measure(experiment, machine, model_path)
-    chosen = choose_plan(experiment, machine, profiles, model_path)
+    profiles = ready_and_measured(experiment, machine)
+    chosen = choose_plan(experiment, machine, profiles)
     show_plan(chosen)
     return chosen.model_dump(mode="json", include=SHOWN | {"trainer", "replicas"})
 

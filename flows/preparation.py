@@ -13,15 +13,20 @@ from tasks.config.settings import load_settings
 from tasks.exchange.layout import RunDirectory
 from tasks.exchange.ledger import Ledger
 from tasks.machine.discovery import discover_machine
+from tasks.models.prepare import find_model
 from tasks.planning import plan_run
 from tasks.readiness import make_ready, profile_machine
 from tasks.training.checkpoints import WrittenBy
 
 
 @task
-def prepare(experiment: Experiment, machine: Machine, run: RunDirectory | None = None) -> str:
-    """Directory of the prepared model, after a check that data, prompts and devices fit the experiment, and `run`."""
-    return str(make_ready(experiment, machine, load_settings(), run))
+def prepare_here(experiment: Experiment, machine: Machine, run: str | None = None) -> str:
+    """Directory of the prepared model, after a check that data, prompts and devices fit the experiment.
+
+    The files of `run`, a run's id, are there already.
+    """
+    settings = load_settings()
+    return str(make_ready(experiment, machine, settings, RunDirectory(settings.shared.runs / run) if run else None))
 
 
 @task
@@ -34,15 +39,17 @@ def discover() -> Machine:
 
 def announce(machine: Machine) -> None:
     """Tell the ledger, and the log, of this machine and its devices."""
-    Ledger(load_settings().ledger_url).announce_machine(machine.name, machine.model_dump_json())
+    Ledger(load_settings().shared.ledger_url).announce_machine(machine.name, machine.model_dump_json())
     counts = ", ".join(f"{count} × {device_type}" for device_type, count in machine.count_by_type().items())
     print(f"machine {machine.name}: {counts}")
 
 
 @task
-def measure(experiment: Experiment, machine: Machine, model_path: str) -> dict[str, DeviceProfile]:
-    """A profile per device type that the experiment may use, measured now or cached."""
-    return profile_machine(experiment, machine, Path(model_path), load_settings())
+def measure_here(
+    experiment: Experiment, machine: Machine, model_path: str, device_type: str | None = None
+) -> dict[str, DeviceProfile]:
+    """A profile of a device type, or of each that the experiment may use, measured now or known already."""
+    return profile_machine(experiment, machine, Path(model_path), load_settings(), device_type)
 
 
 @task
@@ -50,10 +57,9 @@ def choose_plan(
     experiment: Experiment,
     machine: Machine,
     profiles: Mapping[str, DeviceProfile],
-    model_path: str,
     checkpoint: WrittenBy | None = None,
 ) -> ClusterPlan:
     """The run's plan; see `tasks.planning.plan_run`."""
-    plan = plan_run(experiment, machine, profiles, Path(model_path), checkpoint)
+    plan = plan_run(experiment, machine, profiles, find_model(experiment.model, load_settings()), checkpoint)
     print(plan.explanation)
     return plan

@@ -14,10 +14,11 @@ from prefect.states import Cancelled, Failed
 from sqlalchemy.exc import SQLAlchemyError
 
 from flows.pages import ProgressArtifact, name_flow_run, show_plan, show_summary, show_tracking
-from flows.preparation import announce, choose_plan, measure, prepare
+from flows.preparation import announce, choose_plan
 from flows.running.context import RunContext, open_run
 from flows.running.ending import CancellationWatch, ignore_further_signals
 from flows.running.launcher import PrefectLauncher
+from flows.running.readying import ready_and_measured
 from flows.running.supervisor import Supervisor
 from planners.errors import UserError
 from planners.plan.plan import ClusterPlan
@@ -67,9 +68,8 @@ def carry_out(run: RunContext, tracker: Tracker) -> dict[str, Any]:
     """Everything between a run's begin and its end; returns the summary."""
     show_tracking(tracker)
     announce(run.machine)
-    model_path = prepare(run.experiment, run.machine, run.directory)
-    profiles = measure(run.experiment, run.machine, model_path)
-    plan = choose_plan(run.experiment, run.machine, profiles, model_path, run.written_by)
+    profiles = ready_and_measured(run.experiment, run.machine, run.run_id)
+    plan = choose_plan(run.experiment, run.machine, profiles, run.written_by)
     require_startable(plan)
     epoch = record_plan(run, plan, tracker)
     require_free(plan, run.settings)
@@ -164,7 +164,7 @@ def require_free(plan: RunPlan, settings: Settings) -> None:
 def train_and_roll_out(run: RunContext, epoch: int, plan: RunPlan) -> None:
     """Run the plan's actors until the last step is trained and evaluated; none is left on any way out."""
     with _without_repeats(), get_client(sync_client=True) as client:
-        launcher = PrefectLauncher(client, run.supervisor, epoch, run.settings.environment())
+        launcher = PrefectLauncher(client, run.supervisor, epoch, run.settings.shared.environment())
         supervisor = Supervisor(run, plan, launcher, ProgressArtifact(run.run_id))
         state = "failed"
         try:

@@ -23,8 +23,8 @@ def rollout(run_id: str, epoch: int, slot: int, supervisor: int) -> None:
     if is_too_late(run_id, supervisor):
         return
     settings = load_settings()
-    replica = Ledger(settings.ledger_url).plan(run_id, epoch).replicas[slot]
-    log = RunDirectory(settings.runs / run_id).logs / f"replica-{slot}.log"
+    replica = Ledger(settings.shared.ledger_url).plan(run_id, epoch).replicas[slot]
+    log = RunDirectory(settings.shared.runs / run_id).logs / f"replica-{slot}.log"
     argv = [sys.executable, "-m", "tasks.rollout.process", "--run", run_id, "--epoch", str(epoch), "--slot", str(slot)]
     with on_devices(replica, f"{run_id} (rollout {slot})"):
         run_until_it_ends(argv, replica, f"replica {slot}", log)

@@ -29,6 +29,6 @@ def train(
     """
     if is_too_late(run_id, supervisor):
         return
-    share, _ = Ledger(load_settings().ledger_url).plan(run_id, epoch).trainer.share_of(machine)
+    share, _ = Ledger(load_settings().shared.ledger_url).plan(run_id, epoch).trainer.share_of(machine)
     with on_devices(share, f"{run_id} (train 0)"):
         run_trainer(run_id, epoch, machine, resume_step, master)

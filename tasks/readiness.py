@@ -22,7 +22,7 @@ from tasks.machine.memory import memory_bytes
 from tasks.models.prepare import load_tokenizer, prepare_model
 from tasks.profiling.profile import profile_device
 from tasks.training.memory import checkpoint_bytes
-from tasks.wishes import usable_devices
+from tasks.wishes import check_type, usable_devices
 
 _GIB = 2**30
 _GENERATED_PROMPTS = 1000
@@ -62,8 +62,8 @@ def require_places(settings: Settings) -> None:
     Raises:
         UserError: names the place and the variable that chooses another.
     """
-    _check_writable(settings.home, "HEXFLOW_HOME")
-    _check_writable(settings.runs, "HEXFLOW_RUNS")
+    _check_writable(settings.local.home, "HEXFLOW_HOME")
+    _check_writable(settings.shared.runs, "HEXFLOW_RUNS")
 
 
 def make_ready(experiment: Experiment, machine: Machine, settings: Settings, run: RunDirectory | None = None) -> Path:
@@ -87,23 +87,25 @@ def make_ready(experiment: Experiment, machine: Machine, settings: Settings, run
     model_path = prepare_model(experiment.model, settings)
     model = read_model(model_path, ELEMENT_BYTES[experiment.model.dtype])
     _check_memory(experiment, usable, model)
-    _check_room(experiment, settings.runs, model, _bytes_of(run) if run else 0)
+    _check_room(experiment, settings.shared.runs, model, _bytes_of(run) if run else 0)
     _check_prompts(experiment, model_path)
     return model_path
 
 
 def profile_machine(
-    experiment: Experiment, machine: Machine, model_path: Path, settings: Settings
+    experiment: Experiment, machine: Machine, model_path: Path, settings: Settings, device_type: str | None = None
 ) -> dict[str, DeviceProfile]:
-    """A profile for each device type that the experiment may use, measured now or cached.
+    """A profile of a device type, or of each that the experiment may use, measured now or known already.
 
     Types are measured beside each other, as they will work beside each other.
 
     Raises:
-        UserError: a measurement failed or did not end in time.
+        UserError: a measurement failed or did not end in time, or the machine has no such device.
     """
-    allowed = experiment.cluster.device_types
-    types = [name for name in machine.count_by_type() if allowed is None or name in allowed]
+    types = list(usable_devices(experiment, machine).count_by_type())
+    if device_type is not None:
+        check_type(device_type, machine.count_by_type(), "device_type", machine.name)
+        types = [device_type]
 
     async def measure() -> list[DeviceProfile]:
         return await asyncio.gather(

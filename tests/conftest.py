@@ -11,7 +11,7 @@ from deployments.local import stack
 from tasks.config.settings import Settings
 from tasks.exchange.ledger import Actor, Ledger
 from tests.support.ledger import ETA, RUN, STEPS, B
-from tests.support.places import REPOSITORY
+from tests.support.places import REPOSITORY, settings_of
 from tests.support.postgres import PostgresServer, private_postgres
 
 E2E_TIMEOUT_S = 600
@@ -55,7 +55,7 @@ def _private_settings(place: Path) -> Settings:
     models = REPOSITORY / ".hexflow" / "models"
     models.mkdir(parents=True, exist_ok=True)
     (home / "models").symlink_to(models)
-    return Settings(home=home, runs=place / "runs", ledger_url=f"sqlite:///{home / 'ledger.db'}")
+    return settings_of(home=home, runs=place / "runs", ledger_url=f"sqlite:///{home / 'ledger.db'}")
 
 
 def _apply(settings: Settings, patch: pytest.MonkeyPatch) -> None:

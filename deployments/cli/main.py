@@ -205,11 +205,11 @@ def resume(run: Annotated[str, typer.Argument(metavar="RUN", help="Run id, as `h
     from tasks.readiness import require_free_devices, require_places
 
     settings = _settings()
-    path = RunDirectory(settings.runs / run).experiment
+    path = RunDirectory(settings.shared.runs / run).experiment
     if not path.exists():
-        raise UserError(f"There is no run {run} in {settings.runs}: `hexflow runs` lists them.")
+        raise UserError(f"There is no run {run} in {settings.shared.runs}: `hexflow runs` lists them.")
     require_places(settings)
-    ledger = Ledger(settings.ledger_url)
+    ledger = Ledger(settings.shared.ledger_url)
     row = ledger.find_run(run_id=run)
     if row is not None and row.state == "completed":
         raise UserError(f"Run {run} is complete: there is nothing to resume. Start a new run instead.")
@@ -220,8 +220,8 @@ def resume(run: Annotated[str, typer.Argument(metavar="RUN", help="Run id, as `h
     require_free_devices(resolved, machine, settings, run)
     if row is None:
         raise UserError(
-            f"The ledger does not know run {run} of {settings.runs}: set HEXFLOW_HOME and HEXFLOW_LEDGER_URL as they "
-            "were when it was started."
+            f"The ledger does not know run {run} of {settings.shared.runs}: set HEXFLOW_HOME and HEXFLOW_LEDGER_URL as "
+            "they were when it was started."
         )
     _run_and_follow(settings, {"experiment": resolved.model_dump(mode="json"), "resume": run}, machine)
 
@@ -298,7 +298,7 @@ def _plan_here(settings: "Settings", experiment: "Experiment", console: "Console
 
     machine = discover_machine()
     make_ready(experiment, machine, settings)
-    Ledger(settings.ledger_url)  # refused here if another version made it: nothing has been started
+    Ledger(settings.shared.ledger_url)  # refused here if another version made it: nothing has been started
     api = PrefectApi(_bring_up(settings, console, machine).prefect_url)
     console.print(_MEASURING)
     flow_run_id = api.create_flow_run("plan/plan", {"experiment": experiment.model_dump(mode="json")})
@@ -382,7 +382,7 @@ def _run_and_follow(settings: "Settings", parameters: dict[str, Any], machine: "
     from tasks.exchange.ledger import Ledger
 
     console = _console()
-    ledger = Ledger(settings.ledger_url)  # refused here if another version made it: nothing has been started
+    ledger = Ledger(settings.shared.ledger_url)  # refused here if another version made it: nothing has been started
     api = PrefectApi(_bring_up(settings, console, machine).prefect_url)
     flow_run_id = api.create_flow_run("rl/rl", parameters)
     with _started():
@@ -391,7 +391,7 @@ def _run_and_follow(settings: "Settings", parameters: dict[str, Any], machine: "
     if run is not None:
         console.print(f"run {run.run_id}: {state['name'].lower()}", soft_wrap=True)
         if summary := read_summary(settings, run.run_id):
-            for line in summary_lines(summary, settings.runs / run.run_id):
+            for line in summary_lines(summary, settings.shared.runs / run.run_id):
                 console.print(line, soft_wrap=True, markup=False)
         command = f"hexflow resume {run.run_id}"
         if state["type"] != "COMPLETED" and command not in str(state.get("message")):  # else it is said below
@@ -426,7 +426,7 @@ def _follow(settings: "Settings", api: Any, flow_run_id: str, console: "Console"
 
     page = f"{without_password(api.url).removesuffix('/api')}/runs/flow-run/{flow_run_id}"
     console.print(f"Flow run: {page}", soft_wrap=True)
-    return Follower(api, Ledger(settings.ledger_url), flow_run_id, console).follow()
+    return Follower(api, Ledger(settings.shared.ledger_url), flow_run_id, console).follow()
 
 
 def _leave(state: dict[str, Any], console: "Console") -> None:

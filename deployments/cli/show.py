@@ -35,7 +35,7 @@ def show_status(settings: Settings, state: StackState | None, console: Console) 
             if url := os.environ.get(variable):
                 where = f"{without_password(url)}, named by {variable}"
                 console.print(f"{name} {_answer(url)}: {where}", soft_wrap=True, markup=False)
-        console.print(f"No stack runs for {settings.home}: start it with `hexflow up`.", soft_wrap=True)
+        console.print(f"No stack runs for {settings.local.home}: start it with `hexflow up`.", soft_wrap=True)
         return False
     urls = dict(zip(NAMED_BY, (state.prefect_url, state.mlflow_url), strict=True))
     table = Table("part", "state", "where", box=None)
@@ -60,7 +60,7 @@ def show_status(settings: Settings, state: StackState | None, console: Console) 
                 soft_wrap=True,
                 markup=False,
             )
-    console.print(f"{_memory_gib(state):.2f} GiB of memory; logs in {settings.logs}", soft_wrap=True)
+    console.print(f"{_memory_gib(state):.2f} GiB of memory; logs in {settings.local.logs}", soft_wrap=True)
     show_running(settings, console)
     return complete
 
@@ -94,14 +94,14 @@ def _memory_gib(state: StackState) -> float:
 
 def _has_no_ledger(settings: Settings) -> bool:
     """Whether looking would make an empty ledger."""
-    return settings.ledger_url.startswith("sqlite") and not (settings.home / "ledger.db").exists()
+    return settings.shared.ledger_url.startswith("sqlite") and not (settings.local.home / "ledger.db").exists()
 
 
 def show_running(settings: Settings, console: Console) -> None:
     """Print the machines that flows have looked at, and the running runs with their plan and actors."""
     if _has_no_ledger(settings):
         return
-    ledger = Ledger(settings.ledger_url)
+    ledger = Ledger(settings.shared.ledger_url)
     for row in ledger.machines():
         counts = Machine.model_validate_json(row.description_json).count_by_type()
         devices = ", ".join(f"{count} × {device_type}" for device_type, count in counts.items())
@@ -132,9 +132,9 @@ def _describe_plan(row: PlanEpochRow) -> str:
 def show_runs(settings: Settings, console: Console) -> None:
     """Print a table of all runs, the newest last."""
     if _has_no_ledger(settings):
-        console.print(f"No run yet under {settings.home}; HEXFLOW_HOME names another place.", soft_wrap=True)
+        console.print(f"No run yet under {settings.local.home}; HEXFLOW_HOME names another place.", soft_wrap=True)
         return
-    ledger = Ledger(settings.ledger_url)
+    ledger = Ledger(settings.shared.ledger_url)
     runs = sorted(ledger.list_runs(), key=lambda run: run.created_s)
     if not runs:
         laptop = SHIPPED / "experiments" / "laptop.yaml"
@@ -167,7 +167,7 @@ def run_row(ledger: Ledger, run: RunRow, summary: dict[str, Any]) -> list[str]:
 
 def read_summary(settings: Settings, run_id: str) -> dict[str, Any]:
     """The run's summary, empty while there is none."""
-    path = RunDirectory(settings.runs / run_id).summary
+    path = RunDirectory(settings.shared.runs / run_id).summary
     return dict(json.loads(path.read_text())) if path.exists() else {}
 
 

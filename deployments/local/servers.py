@@ -85,7 +85,7 @@ class StackState(BaseModel):
 
 def state_path(settings: Settings) -> Path:
     """The state file."""
-    return settings.home / "stack.json"
+    return settings.local.home / "stack.json"
 
 
 def load_state(settings: Settings) -> StackState | None:
@@ -115,7 +115,7 @@ def save_state(settings: Settings, state: StackState) -> None:
 
 def start_member(settings: Settings, name: str, argv: list[str], env: dict[str, str]) -> Member:
     """Start one process of the stack; its log is logs/<name>.log, begun anew."""
-    log = settings.logs / f"{name}.log"
+    log = settings.local.logs / f"{name}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     log.write_bytes(b"")
     group = ProcessGroup.start(argv, env, log)
@@ -131,8 +131,8 @@ def mlflow_server_argv(settings: Settings, port: int) -> list[str]:
     """Command of the MLflow server: one worker, since each takes 250 MB."""
     return [
         *(sys.executable, "-m", "mlflow", "server", "--host", HOST, "--port", str(port), "--workers", "1"),
-        *("--backend-store-uri", f"sqlite:///{settings.home / 'mlflow.db'}"),
-        *("--artifacts-destination", str(settings.home / "artifacts")),
+        *("--backend-store-uri", f"sqlite:///{settings.local.home / 'mlflow.db'}"),
+        *("--artifacts-destination", str(settings.local.home / "artifacts")),
     ]
 
 
@@ -154,11 +154,11 @@ def setup_argv(is_ours: bool) -> list[str]:
 
 def environment(settings: Settings, prefect_url: str, mlflow_url: str) -> dict[str, str]:
     """Variables of every process of the stack; flow runs inherit them from their worker."""
-    home = settings.home / "prefect"
+    home = settings.local.home / "prefect"
     direct = {host for host in os.environ.get("NO_PROXY", "").split(",") if host} | {HOST, "localhost"}
     return {
         **settings.environment(),
-        MARKER: str(settings.home),
+        MARKER: str(settings.local.home),
         "PREFECT_API_URL": prefect_url,
         "PREFECT_HOME": str(home),
         # Left to its default it is looked for in ~/.prefect, and each server start registers all blocks anew.
@@ -209,7 +209,7 @@ def marked_processes(settings: Settings) -> Iterator[tuple[psutil.Process, dict[
             continue
         try:
             variables = process.environ()
-            if variables.get(MARKER) == str(settings.home) and process.status() != psutil.STATUS_ZOMBIE:
+            if variables.get(MARKER) == str(settings.local.home) and process.status() != psutil.STATUS_ZOMBIE:
                 yield process, variables
         except (psutil.NoSuchProcess, psutil.AccessDenied):
             continue

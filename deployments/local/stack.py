@@ -116,7 +116,7 @@ def down(settings: Settings, say: Say = print) -> bool:
     Raises:
         RuntimeError: a process survived SIGKILL.
     """
-    if not settings.home.exists():
+    if not settings.local.home.exists():
         return False
     with _locked(settings, say):
         state = servers.load_state(settings)
@@ -163,14 +163,14 @@ def find(settings: Settings) -> StackState | None:
 def _locked(settings: Settings, say: Say) -> Iterator[None]:
     """One `up` or `down` at a time per home."""
     try:
-        settings.home.mkdir(parents=True, exist_ok=True)
-        settings.logs.mkdir(exist_ok=True)
+        settings.local.home.mkdir(parents=True, exist_ok=True)
+        settings.local.logs.mkdir(exist_ok=True)
     except OSError as error:
         raise UserError(
-            f"The state directory {settings.home} cannot be made ({error.strerror}): set HEXFLOW_HOME to a directory "
-            "that can be written."
+            f"The state directory {settings.local.home} cannot be made ({error.strerror}): set HEXFLOW_HOME to a "
+            "directory that can be written."
         ) from None
-    lock = FileLock(settings.home / "stack.lock")
+    lock = FileLock(settings.local.home / "stack.lock")
     try:
         lock.acquire(timeout=0)
     except Timeout:
@@ -223,8 +223,8 @@ def _wanted_state(settings: Settings, machine: Machine) -> StackState:
         **local_versions(),
         "machine": machine.name,
         "devices": ", ".join(f"{device.index} {device.device_type}" for device in machine.devices),
-        "runs": str(settings.runs),
-        "ledger": settings.ledger_url,
+        "runs": str(settings.shared.runs),
+        "ledger": settings.shared.ledger_url,
         "Prefect server": named[PREFECT] or "own",
         "MLflow server": named[MLFLOW] or "own",
         "worker code": servers.worker_code(),
@@ -414,7 +414,7 @@ def _settle_runs(settings: Settings, mlflow_url: str, flow_run_ids: set[str], is
     from tasks.exchange.ledger import Ledger
     from tasks.tracking.tracker import end_run
 
-    ledger = Ledger(settings.ledger_url)
+    ledger = Ledger(settings.shared.ledger_url)
     for run in ledger.list_runs():
         if run.state == "running" and run.flow_run_id in flow_run_ids:
             ledger.set_run_state(run.run_id, "cancelled" if is_cancelled else "failed")

@@ -83,7 +83,7 @@ def fingerprint(machine: str, device_types: list[str]) -> str:
     """Changes with anything that set-up writes: prefect.yaml, the machine, and the code that decides the forms."""
     root = FILE.parents[2]
     forms = ("flows", "tasks/config", "planners/workload", "planners/plan")
-    sources = [FILE, Path(__file__), root / "planners/sections.py"]
+    sources = [FILE, Path(__file__), root / "planners/sections.py", root / "tasks/planning.py"]
     sources += [source for room in forms for source in sorted((root / room).rglob("*.py"))]
     digest = hashlib.sha256(repr((machine, device_types, local_versions())).encode())
     for source in sources:

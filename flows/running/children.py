@@ -23,7 +23,7 @@ def is_too_late(run_id: str, supervisor: int) -> bool:
         run_id: the run.
         supervisor: attempt of the supervisor that started this flow run.
     """
-    ledger = Ledger(load_settings().ledger_url)
+    ledger = Ledger(load_settings().shared.ledger_url)
     run = ledger.find_run(run_id=run_id)
     if run is None or run.state != "running":
         return True

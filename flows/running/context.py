@@ -52,8 +52,8 @@ def open_run(experiment: Experiment, resume: str | None, flow_run_id: str | None
             may use. Nothing has changed then.
     """
     settings = load_settings()
-    settings.home.mkdir(parents=True, exist_ok=True)
-    ledger, machine = Ledger(settings.ledger_url), discover_machine()
+    settings.local.home.mkdir(parents=True, exist_ok=True)
+    ledger, machine = Ledger(settings.shared.ledger_url), discover_machine()
     begun = ledger.find_run(flow_run_id=flow_run_id) if flow_run_id else None
     if begun is not None:
         return _reopen_run(begun, _require_resumable(begun, machine, settings), machine, settings, ledger, flow_run_id)
@@ -72,7 +72,7 @@ def _create_run(
     experiment: Experiment, machine: Machine, settings: Settings, ledger: Ledger, flow_run_id: str | None
 ) -> RunContext:
     run_id = f"{experiment.run.name}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
-    directory = RunDirectory(settings.runs / run_id)
+    directory = RunDirectory(settings.shared.runs / run_id)
     directory.create()
     write_json(directory.experiment, experiment.model_dump(mode="json"))
     workload = experiment.workload
@@ -91,7 +91,7 @@ def _create_run(
 
 def _require_resumable(run: RunRow, machine: Machine, settings: Settings) -> Experiment:
     """The run's experiment, if the run can be taken up now. Raises UserError."""
-    directory = RunDirectory(settings.runs / run.run_id)
+    directory = RunDirectory(settings.shared.runs / run.run_id)
     if run.state == "completed":
         raise UserError(f"Run {run.run_id} is complete: there is nothing to resume. Start a new run instead.")
     if not directory.experiment.exists():
@@ -104,7 +104,7 @@ def _require_resumable(run: RunRow, machine: Machine, settings: Settings) -> Exp
 def _reopen_run(
     run: RunRow, experiment: Experiment, machine: Machine, settings: Settings, ledger: Ledger, flow_run_id: str | None
 ) -> RunContext:
-    directory = RunDirectory(settings.runs / run.run_id)
+    directory = RunDirectory(settings.shared.runs / run.run_id)
     supervisor = _supervise(ledger, run.run_id, machine)
     for actor in ledger.actors(run.run_id):
         if actor.role != supervisor.role:

@@ -1,4 +1,4 @@
-"""Where local state lives: one directory per working place, the same for every process of it."""
+"""Where state lives: what all machines of a stack share, and what one machine has for itself."""
 
 import os
 from dataclasses import dataclass
@@ -10,15 +10,30 @@ _SQLITE = "sqlite:///"
 
 
 @dataclass(frozen=True)
-class Settings:
-    """Resolved places of local state; a child process given `environment()` resolves to the same ones."""
+class SharedPlaces:
+    """What every machine of a stack sees, under the same names."""
 
-    home: Path
-    """The stack's state: databases, logs, caches."""
     runs: Path
-    """One directory per run."""
+    """One directory per run: weights, trajectories, checkpoints, the logs of its actors."""
     ledger_url: str
     """SQLAlchemy URL of the ledger."""
+
+    @property
+    def profiles(self) -> Path:
+        """Measured device profiles: of device types, so what one machine has measured is read by all of its type."""
+        return self.runs / ".profiles"
+
+    def environment(self) -> dict[str, str]:
+        """Variables by which a process, on whichever machine, resolves to these places."""
+        return {"HEXFLOW_RUNS": str(self.runs), "HEXFLOW_LEDGER_URL": self.ledger_url}
+
+
+@dataclass(frozen=True)
+class MachinePlaces:
+    """What one machine has for itself, below one directory."""
+
+    home: Path
+    """The stack's own state on this machine: databases of its servers, its record, its locks."""
 
     @property
     def models(self) -> Path:
@@ -26,22 +41,36 @@ class Settings:
         return self.home / "models"
 
     @property
-    def profiles(self) -> Path:
-        """Measured device profiles, cached."""
-        return self.home / "profiles"
+    def cache(self) -> Path:
+        """What engines compile and keep."""
+        return self.home / "cache"
+
+    @property
+    def devices(self) -> Path:
+        """Who holds which device."""
+        return self.home / "devices"
 
     @property
     def logs(self) -> Path:
-        """Log files of servers and workers."""
+        """Log files of servers, workers and measurements."""
         return self.home / "logs"
+
+    @property
+    def locks(self) -> Path:
+        """What one process of this machine does at a time."""
+        return self.home / "locks"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Resolved places of state; a child process given `environment()` resolves to the same ones."""
+
+    shared: SharedPlaces
+    local: MachinePlaces
 
     def environment(self) -> dict[str, str]:
         """Variables by which a child process resolves to these settings whatever its working directory is."""
-        return {
-            "HEXFLOW_HOME": str(self.home),
-            "HEXFLOW_RUNS": str(self.runs),
-            "HEXFLOW_LEDGER_URL": self.ledger_url,
-        }
+        return {"HEXFLOW_HOME": str(self.local.home), **self.shared.environment()}
 
 
 def load_settings() -> Settings:
@@ -63,7 +92,8 @@ def load_settings() -> Settings:
     file = ledger_url.removeprefix(_SQLITE)
     if ledger_url.startswith(_SQLITE) and file and file != ":memory:":
         ledger_url = f"{_SQLITE}{here / file}"
-    return Settings(home=home, runs=_resolve(runs) if runs else home.parent / "runs", ledger_url=ledger_url)
+    shared = SharedPlaces(_resolve(runs) if runs else home.parent / "runs", ledger_url)
+    return Settings(shared, MachinePlaces(home))
 
 
 def _resolve(chosen: str) -> Path:

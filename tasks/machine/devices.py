@@ -55,7 +55,7 @@ def describe_holder(kind: str, device: int, settings: Settings, own_run: str | N
 
 def _path(kind: str, device: int, settings: Settings) -> Path:
     """The file that names a device's last holder; its lock lies beside it."""
-    directory = settings.home / "devices"
+    directory = settings.local.devices
     directory.mkdir(parents=True, exist_ok=True)
     return directory / f"{kind}-{device}"
 

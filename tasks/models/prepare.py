@@ -55,7 +55,7 @@ class ShippedModel:
 
 
 def prepare_model(model: ModelSection, settings: Settings) -> Path:
-    """The directory of `model.source`, prepared under `settings.models` if it is a shipped model.
+    """The directory of `model.source`, prepared under `settings.local.models` if it is a shipped model.
 
     Safe to call from several processes at once: one prepares, the others wait.
 
@@ -68,7 +68,7 @@ def prepare_model(model: ModelSection, settings: Settings) -> Path:
         path = _find_user_directory(model.source)
         _check_user_directory(path)
     else:
-        path = _prepare_shipped(model, shipped, settings.models)
+        path = _prepare_shipped(model, shipped, settings.local.models)
     _check_context(path, model)
     return path
 
@@ -81,16 +81,22 @@ def find_model(model: ModelSection, settings: Settings) -> Path:
     Raises:
         UserError: it is not there.
     """
+    path = known_model(model, settings)
+    if path is None:
+        raise UserError(
+            f"The model {model.source} is not ready on this machine, in {settings.local.models}: run `hexflow prepare` "
+            "with the experiment here."
+        )
+    return path
+
+
+def known_model(model: ModelSection, settings: Settings) -> Path | None:
+    """Like `find_model`, but None for a shipped model that was not prepared here."""
     shipped = SHIPPED_MODELS.get(model.source)
     if shipped is None:
         return _find_user_directory(model.source)
-    path = _shipped_path(model, shipped, settings.models)
-    if not path.is_dir():
-        raise UserError(
-            f"The model {model.source} is not ready on this machine, in {path}: run `hexflow prepare` with the "
-            "experiment here."
-        )
-    return path
+    path = _shipped_path(model, shipped, settings.local.models)
+    return path if path.is_dir() else None
 
 
 def _shipped_path(model: ModelSection, shipped: ShippedModel, models: Path) -> Path:

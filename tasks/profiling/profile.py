@@ -27,6 +27,7 @@ from tasks.config.settings import Settings
 from tasks.exchange.files import write_atomic, write_json
 from tasks.machine.devices import hold_devices
 from tasks.machine.processes import ProcessGroup, device_environment, tail
+from tasks.models.prepare import known_model
 
 RECIPE_VERSION = 1
 """Raised when the way of measuring changes, so that devices are measured anew."""
@@ -58,7 +59,8 @@ async def profile_device(
 ) -> DeviceProfile:
     """The profile of `device_type`, from the cache if it was measured before, else measured now.
 
-    Safe to call from several processes at once: one measures, the others wait.
+    Safe to call from several processes at once: one measures, the others of its machine wait. Two machines may measure
+    a type at once, since a lock on shared storage may hold nobody; the last word is as good as the first.
 
     Args:
         experiment: names the model, the workload and the algorithm.
@@ -72,11 +74,12 @@ async def profile_device(
         UserError: a measurement failed or did not end in time, or a run holds the device.
     """
     identity = _identity(experiment, device_type, model_path)
-    digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:12]
-    path = settings.profiles / f"{device_type}-{digest}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path = _path(identity, settings)
+    lock = settings.local.locks / f"{path.stem}.lock"
+    for directory in (path.parent, lock.parent):
+        directory.mkdir(parents=True, exist_ok=True)
     try:
-        with filelock.FileLock(f"{path}.lock", timeout=2 * PART_DEADLINE_S):
+        with filelock.FileLock(lock, timeout=2 * PART_DEADLINE_S):
             cached = _read(path)
             if cached is not None:
                 return cached
@@ -89,8 +92,24 @@ async def profile_device(
     except filelock.Timeout:
         raise UserError(
             f"Another process has been profiling {device_type} for over {2 * PART_DEADLINE_S:.0f} s (it holds "
-            f"{path}.lock): end it and start again."
+            f"{lock}): end it and start again."
         ) from None
+
+
+def find_profile(experiment: Experiment, device_type: str, settings: Settings) -> DeviceProfile | None:
+    """The profile of `device_type` that some machine has measured under the versions installed here, or None.
+
+    None as well where the model is not ready on this machine, since then it is not known what it is.
+    """
+    model_path = known_model(experiment.model, settings)
+    if model_path is None:
+        return None
+    return _read(_path(_identity(experiment, device_type, model_path), settings))
+
+
+def _path(identity: Mapping[str, Any], settings: Settings) -> Path:
+    digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:12]
+    return settings.shared.profiles / f"{identity['device_type']}-{digest}.json"
 
 
 def _identity(experiment: Experiment, device_type: str, model_path: Path) -> dict[str, Any]:
@@ -151,12 +170,14 @@ async def _measure(
 async def run_part(part: str, request: Mapping[str, Any], device: Device, settings: Settings) -> dict[str, Any]:
     """Measure one part in a child process that sees only `device`; nothing of it is left behind.
 
+    It writes where profiles lie, since the storage of runs is part of what is measured.
+
     Raises:
         UserError: it failed, or ran past PART_DEADLINE_S.
     """
-    log = settings.logs / f"profile-{device.device_type}-{part}.log"
+    log = settings.local.logs / f"profile-{device.device_type}-{part}.log"
     logger.info("measuring %s of %s %d", part, device.device_type, device.index)
-    with tempfile.TemporaryDirectory(dir=settings.profiles, prefix=".measure-") as scratch:
+    with tempfile.TemporaryDirectory(dir=settings.shared.profiles, prefix=".measure-") as scratch:
         asked, answer = Path(scratch, "request.json"), Path(scratch, "answer.json")
         write_json(asked, {**request, "part": part, "kind": device.kind, "scratch": scratch})
         argv = [sys.executable, "-m", "tasks.profiling.measure", "--request", str(asked), "--out", str(answer)]

@@ -40,7 +40,7 @@ def main() -> None:
     die_with_parent()
     apply_device_environment()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
-    ledger = Ledger(load_settings().ledger_url)
+    ledger = Ledger(load_settings().shared.ledger_url)
     plan = ledger.plan(args.run, args.epoch).replicas[args.slot]
     actor = ledger.register(args.run, "replica", plan.slot, os.getpid(), plan.machine)
     heartbeat = Heartbeat(ledger, actor).start()
@@ -60,7 +60,7 @@ def main() -> None:
 async def serve(ledger: Ledger, actor: Actor, heartbeat: Heartbeat, plan: ReplicaPlan) -> None:
     """Start the replica's parts as planned, serve until SIGTERM, and end them all."""
     settings = load_settings()
-    run = RunDirectory(settings.runs / actor.run_id)
+    run = RunDirectory(settings.shared.runs / actor.run_id)
     experiment = Experiment.model_validate_json(run.experiment.read_text())
     model_path = find_model(experiment.model, settings)
     leaving = asyncio.Event()

@@ -47,7 +47,7 @@ async def open_answerer(experiment: Experiment, setup: AnsweringSetup) -> AsyncI
         max_context=experiment.model.max_context,
         concurrency=setup.concurrency,
         kind=setup.kind,
-        cache_dir=load_settings().home / "cache",
+        cache_dir=load_settings().local.cache,
         seed=setup.seed,
     )
     try:

@@ -38,7 +38,10 @@ def run_trainer(
         RankFailed: a rank ended badly.
     """
     settings = load_settings()
-    run, trainer = RunDirectory(settings.runs / run_id), Ledger(settings.ledger_url).plan(run_id, epoch).trainer
+    run, trainer = (
+        RunDirectory(settings.shared.runs / run_id),
+        Ledger(settings.shared.ledger_url).plan(run_id, epoch).trainer,
+    )
     share, first = trainer.share_of(machine)
     argv = [sys.executable, "-m", "tasks.training.trainer", "--run", run_id, "--epoch", str(epoch)]
     if resume_step is not None:

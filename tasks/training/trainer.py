@@ -154,7 +154,10 @@ def _nothing() -> None:
 def train(args: argparse.Namespace, experiment: Experiment, leader: Leader | None) -> None:
     """Join the other ranks, load the model and train to the end."""
     settings = load_settings()
-    run, plan = RunDirectory(settings.runs / args.run), Ledger(settings.ledger_url).plan(args.run, args.epoch).trainer
+    run, plan = (
+        RunDirectory(settings.shared.runs / args.run),
+        Ledger(settings.shared.ledger_url).plan(args.run, args.epoch).trainer,
+    )
     model_path = find_model(experiment.model, settings)
     wait_s = experiment.run.start_deadline_s + experiment.run.step_deadline_s
     ranks = join_ranks(experiment.run.start_deadline_s, wait_s)
@@ -184,7 +187,7 @@ def train(args: argparse.Namespace, experiment: Experiment, leader: Leader | Non
 def lead(args: argparse.Namespace, experiment: Experiment) -> None:
     """Train as rank 0: take the trainer's place in the ledger, and say there and in MLflow how it ended."""
     settings = load_settings()
-    ledger = Ledger(settings.ledger_url)
+    ledger = Ledger(settings.shared.ledger_url)
     (first, *_) = ledger.plan(args.run, args.epoch).trainer.machines
     actor = ledger.register(args.run, "trainer", 0, os.getpid(), first.machine)
     lineage = ledger.lineage_of(actor)
@@ -196,7 +199,7 @@ def lead(args: argparse.Namespace, experiment: Experiment) -> None:
         "trainer",
         {"hexflow.role": "trainer", "hexflow.slot": "0", "hexflow.attempt": str(actor.attempt)},
     )
-    run, model_path = RunDirectory(settings.runs / args.run), find_model(experiment.model, settings)
+    run, model_path = RunDirectory(settings.shared.runs / args.run), find_model(experiment.model, settings)
     leader = Leader(run, experiment, model_path, ledger, actor, lineage, heartbeat, tracker)
     leave_on_sigterm(leader)
     try:
@@ -226,7 +229,7 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
     try:
         apply_device_environment()
-        run = RunDirectory(load_settings().runs / args.run)
+        run = RunDirectory(load_settings().shared.runs / args.run)
         experiment = Experiment.model_validate_json(run.experiment.read_text())
         if os.environ["RANK"] == "0":
             lead(args, experiment)

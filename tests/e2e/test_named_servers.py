@@ -11,6 +11,7 @@ from deployments.prefect.api import PrefectApi
 from deployments.web import answers
 from tasks.config.settings import Settings
 from tasks.machine.processes import ProcessGroup
+from tests.support.places import settings_of
 from tests.support.stack import until
 
 pytestmark = pytest.mark.e2e
@@ -30,7 +31,7 @@ class NamedServers:
 @pytest.fixture
 def named_servers(stack_settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[NamedServers]:
     """Both servers, outside the stack's home, and the variables that name them."""
-    elsewhere = Settings(home=tmp_path, runs=tmp_path, ledger_url="")
+    elsewhere = settings_of(home=tmp_path, runs=tmp_path, ledger_url="")
     prefect_port, mlflow_port = servers.choose_port(0), servers.choose_port(0)
     named = NamedServers(f"http://127.0.0.1:{prefect_port}/api", f"http://127.0.0.1:{mlflow_port}")
     environment = servers.environment(elsewhere, named.prefect_url, named.mlflow_url)

@@ -31,7 +31,7 @@ class Run:
 
     def __init__(self, settings: Settings, *arguments: str) -> None:
         self.settings = settings
-        self.ledger = Ledger(settings.ledger_url)
+        self.ledger = Ledger(settings.shared.ledger_url)
         self._known = {run.run_id for run in self.ledger.list_runs()}
         self.process = subprocess.Popen(
             [sys.executable, "-m", "deployments.cli.main", *arguments],
@@ -56,7 +56,7 @@ class Run:
         return self.process.returncode, output
 
     def summary(self, run_id: str) -> dict[str, Any]:
-        return json.loads((self.settings.runs / run_id / "summary.json").read_text())
+        return json.loads((self.settings.shared.runs / run_id / "summary.json").read_text())
 
 
 def actor(ledger: Ledger, run_id: str, role: str) -> ActorRow:
@@ -68,7 +68,7 @@ def assert_nothing_left(settings: Settings, ledger: Ledger, run_id: str) -> None
     marked = [
         process
         for process in psutil.process_iter()
-        if _environment(process).get("HEXFLOW_HOME") == str(settings.home)
+        if _environment(process).get("HEXFLOW_HOME") == str(settings.local.home)
         and any("tasks." in part for part in process.cmdline())
     ]
     assert not marked, f"left behind: {[process.cmdline() for process in marked]}"
@@ -85,7 +85,7 @@ def _environment(process: psutil.Process) -> dict[str, str]:
 def test_ctrl_c_cancels_a_run_here_and_on_the_server(stack_settings: Settings) -> None:
     """While its actors start; its flow runs end as well."""
     assert hexflow("up").returncode == 0
-    ledger = Ledger(stack_settings.ledger_url)
+    ledger = Ledger(stack_settings.shared.ledger_url)
     run = Run(stack_settings, "train", str(EXPERIMENT))
     run_id = run.run_id
     until(lambda: len(ledger.actors(run_id)) == 3, 400, "supervisor, trainer and replica")
@@ -107,7 +107,7 @@ def test_a_run_survives_kills_is_cancelled_without_a_server_and_completes_when_r
 ) -> None:
     """Trainer, replica and Prefect's server are killed; what it learnt and what it generated is kept all the same."""
     assert hexflow("up").returncode == 0
-    ledger = Ledger(stack_settings.ledger_url)
+    ledger = Ledger(stack_settings.shared.ledger_url)
     # Long enough not to end by itself while the cancellation travels: a step takes a third of a second.
     run = Run(stack_settings, "train", str(EXPERIMENT), f"run.steps={STEPS}")
     run_id = run.run_id
@@ -134,7 +134,7 @@ def test_a_run_survives_kills_is_cancelled_without_a_server_and_completes_when_r
     assert status == 0, output
     assert_nothing_left(stack_settings, ledger, run_id)
     assert_completed(stack_settings, ledger, run_id, resumed.summary(run_id))
-    kept = list((stack_settings.home / "prefect" / "storage").iterdir())
+    kept = list((stack_settings.local.home / "prefect" / "storage").iterdir())
     assert kept, "Prefect kept nothing of the actors that were killed"
     assert all(json.loads(path.read_bytes()) for path in kept), "a pickle"
 
@@ -149,7 +149,7 @@ def assert_completed(settings: Settings, ledger: Ledger, run_id: str, summary: d
     row = ledger.find_run(run_id=run_id)
     assert row is not None
     assert row.lineage == 2
-    plan = json.loads((settings.runs / run_id / "plan.json").read_text())
+    plan = json.loads((settings.shared.runs / run_id / "plan.json").read_text())
     assert {share["device_type"] for share in (*plan["trainer"]["stages"][0]["machines"], *plan["replicas"])} == {
         "fast",
         "slow",
@@ -158,7 +158,7 @@ def assert_completed(settings: Settings, ledger: Ledger, run_id: str, summary: d
     for part in ("step_s", "train_s", "rollout_s", "publish_s", "load_s"):
         assert summary[f"{part}_predicted"] > 0
         assert summary[f"{part}_measured"] > 0
-    assert (settings.runs / run_id / "curves.png").stat().st_size > 1000
+    assert (settings.shared.runs / run_id / "curves.png").stat().st_size > 1000
     assert_tracked(settings, str(summary["mlflow_run_id"]), "FINISHED")
 
 
@@ -166,7 +166,7 @@ def assert_tracked(settings: Settings, mlflow_run_id: str, status: str) -> None:
     """The parent run in MLflow ended with `status`, and no child is still called running."""
     from mlflow import MlflowClient
 
-    client = MlflowClient(f"sqlite:///{settings.home / 'mlflow.db'}")
+    client = MlflowClient(f"sqlite:///{settings.local.home / 'mlflow.db'}")
     parent = client.get_run(mlflow_run_id)
     assert parent.info.status == status
     assert parent.data.params["algorithm.lr"] == "0.001"

@@ -25,6 +25,7 @@ from tasks.exchange.ledger import Ledger
 from tasks.exchange.ledger.schema import schema_info
 from tasks.machine import memory
 from tasks.machine.memory import memory_bytes
+from tests.support.places import settings_of
 
 GIB = 2**30
 COMPLETE = {
@@ -125,7 +126,7 @@ def test_little_space_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def ledger_finding(url: str, mounts: str = "/dev/vda / ext4 rw 0 0\n", packages: str = "sqlalchemy") -> Finding:
-    return doctor.check_ledger(Settings(home=Path("/h"), runs=Path("/r"), ledger_url=url), mounts, {packages: "2"})
+    return doctor.check_ledger(settings_of(home=Path("/h"), runs=Path("/r"), ledger_url=url), mounts, {packages: "2"})
 
 
 def test_sqlite_on_a_network_file_system_is_told(tmp_path: Path) -> None:
@@ -326,7 +327,7 @@ def remember(settings: Settings, urls: dict[str, str], **members: psutil.Process
             own_urls=urls,
             identity={},
             members={
-                name: servers.Member(pid=process.pid, started_s=process.create_time(), log=settings.home / "log")
+                name: servers.Member(pid=process.pid, started_s=process.create_time(), log=settings.local.home / "log")
                 for name, process in members.items()
             },
         ),
@@ -344,11 +345,11 @@ def test_no_stack(settings: Settings, free_port: int, monkeypatch: pytest.Monkey
 def test_a_running_stack(settings: Settings, server: str, process: Callable[..., psutil.Process]) -> None:
     url = server.rstrip("/")
     setup = process()
-    remember(settings, {"prefect": url}, prefect=process(HEXFLOW_STACK=str(settings.home)), setup=setup)
+    remember(settings, {"prefect": url}, prefect=process(HEXFLOW_STACK=str(settings.local.home)), setup=setup)
     setup.kill()  # it ends once the deployments are made
     setup.wait(10)
     assert stack_findings(settings) == [Finding("stack", Verdict.OK, f"prefect at {url}")]
-    remember(settings, {"prefect": f"{url}/hung"}, prefect=process(HEXFLOW_STACK=str(settings.home)))
+    remember(settings, {"prefect": f"{url}/hung"}, prefect=process(HEXFLOW_STACK=str(settings.local.home)))
     fails(stack_findings(settings)[0], "does not answer", "hexflow down")
 
 
@@ -361,7 +362,7 @@ def test_a_member_that_ended(settings: Settings, process: Callable[..., psutil.P
 
 
 def test_what_a_crash_left(settings: Settings, process: Callable[..., psutil.Process]) -> None:
-    child = process(HEXFLOW_STACK=str(settings.home))
+    child = process(HEXFLOW_STACK=str(settings.local.home))
     fails(stack_findings(settings)[0], "1 of its processes", "hexflow down")
     child.kill()
     child.wait(10)

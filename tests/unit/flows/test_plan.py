@@ -10,6 +10,7 @@ from prefect import State
 from deployments.cli import main as cli
 from flows import pages as artifacts
 from flows import preparation
+from flows import prepare as preparing
 from flows import rl as running
 from flows.plan import plan
 from flows.running import context
@@ -113,10 +114,10 @@ class Chosen(Exception):
     """The run has come as far as its plan."""
 
 
-def test_a_run_looks_at_its_machine_once_and_is_made_ready_once(
+def test_each_command_and_flow_looks_at_its_machine_once_and_makes_it_ready_once(
     settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also `hexflow train`, which checks before it starts anything."""
+    """The run's machine by its flow `prepare`; `hexflow train` checks for itself before it starts anything."""
     machine = discovery.discover_machine()
     looks: list[str] = []
 
@@ -126,7 +127,7 @@ def test_a_run_looks_at_its_machine_once_and_is_made_ready_once(
 
     def ready(*_: object) -> Path:
         looks.append("make ready")
-        return settings.models
+        return settings.local.models
 
     def choose(*_: object) -> ClusterPlan:
         raise Chosen
@@ -135,12 +136,17 @@ def test_a_run_looks_at_its_machine_once_and_is_made_ready_once(
         monkeypatch.setattr(module, "discover_machine", look)
     for module in (readiness, preparation):
         monkeypatch.setattr(module, "make_ready", ready)
-    monkeypatch.setattr(running, "prepare", preparation.prepare.fn)
-    monkeypatch.setattr(running, "measure", lambda *_: {})
+    monkeypatch.setattr(running, "ready_and_measured", lambda *_: {})
     monkeypatch.setattr(running, "choose_plan", choose)
     monkeypatch.setattr(running, "show_tracking", lambda tracker: None)
     with pytest.raises(Chosen):
         running.carry_out(open_run(Experiment(), None, None), Noted())
+    assert looks == ["discover"]
+
+    looks.clear()
+    for step in ("discover", "prepare_here"):
+        monkeypatch.setattr(preparing, step, getattr(preparation, step).fn)
+    preparing.prepare.fn(Experiment())
     assert looks == ["discover", "make ready"]
 
     looks.clear()

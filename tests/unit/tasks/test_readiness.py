@@ -5,7 +5,6 @@ import os
 import shutil
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -23,7 +22,7 @@ from tasks.machine.devices import hold_devices
 from tasks.machine.discovery import discover_machine
 from tasks.models.prepare import prepare_model
 from tasks.readiness import _check_memory, make_ready, require_free_devices
-from tests.support.places import EXPERIMENTS
+from tests.support.places import EXPERIMENTS, settings_of
 
 TINY = EXPERIMENTS / "tiny.yaml"
 
@@ -54,7 +53,8 @@ def test_every_row_of_a_file_is_checked(settings: Settings, tmp_path: Path) -> N
 @pytest.mark.parametrize(("place", "variable"), [("home", "HEXFLOW_HOME"), ("runs", "HEXFLOW_RUNS")])
 def test_a_place_that_cannot_be_written_is_named(settings: Settings, tmp_path: Path, place: str, variable: str) -> None:
     (tmp_path / "file").write_text("")
-    blocked = replace(settings, **{place: tmp_path / "file" / "inner"})  # type: ignore[arg-type]
+    places = {"home": settings.local.home, "runs": settings.shared.runs, place: tmp_path / "file" / "inner"}
+    blocked = settings_of(places["home"], places["runs"], settings.shared.ledger_url)
     with pytest.raises(UserError, match=rf"file/inner cannot be written .* {variable}"):
         make_ready(tiny(), discover_machine(), blocked)
 

@@ -98,7 +98,7 @@ def test_how_to_continue_a_cancelled_run_is_said_once(
     message: str, settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = io.StringIO()
-    ledger = Ledger(settings.ledger_url)
+    ledger = Ledger(settings.shared.ledger_url)
     sizes = {"prompts_per_step": 4, "max_staleness": 2, "steps": 4, "max_attempts_per_prompt": 3}
     ledger.create_run("tiny-1", flow_run_id="flow-1", **sizes)
     state = {"type": "CANCELLED", "name": "Cancelled", "message": message}
@@ -138,13 +138,13 @@ def test_bad_input_is_one_line_and_starts_nothing(
     (tmp_path / "bad.yaml").write_text("algoritm: {lr: 1}\n")
     (tmp_path / "good.yaml").write_text("run: {steps: 1}\n")
     for run, text in {"broken-1": "{", "lost-1": "{}"}.items():
-        RunDirectory(settings.runs / run).root.mkdir(parents=True)
-        RunDirectory(settings.runs / run).experiment.write_text(text)
+        RunDirectory(settings.shared.runs / run).root.mkdir(parents=True)
+        RunDirectory(settings.shared.runs / run).experiment.write_text(text)
     done = run_hexflow(tmp_path, *arguments)
     assert done.returncode == 2
     assert message in done.stderr
     assert done.stderr.count("\n") == 1
-    assert not (settings.home / "stack.json").exists()
+    assert not (settings.local.home / "stack.json").exists()
 
 
 @pytest.mark.parametrize("command", ["train", "prepare", "plan"])
@@ -211,7 +211,7 @@ def test_busy_devices_are_told_before_anything_starts(
     core, *_ = sorted(os.sched_getaffinity(0))
     monkeypatch.setattr(readiness, "LEAVING_S", 0.0)
     monkeypatch.setattr(cli, "_bring_up", started)
-    run = RunDirectory(settings.runs / "tiny-2")
+    run = RunDirectory(settings.shared.runs / "tiny-2")
     run.root.mkdir(parents=True)
     run.experiment.write_text(load_experiment(TINY).model_dump_json())
     with (
@@ -223,7 +223,7 @@ def test_busy_devices_are_told_before_anything_starts(
 
 def test_an_older_ledger_is_told_before_anything_starts(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
     """Version 1 kept another kind of plan, and checkpoints under names without a lineage."""
-    ledger = Ledger(settings.ledger_url)
+    ledger = Ledger(settings.shared.ledger_url)
     ledger.create_run("tiny-1", prompts_per_step=4, max_staleness=2, steps=4, max_attempts_per_prompt=3)
     with ledger.write("schema") as connection:
         older = {"run_id": "tiny-1", "epoch": 0, "plan_json": '{"training": {}, "replicas": []}', "created_s": 0.0}
@@ -267,7 +267,7 @@ def shown_status(settings: Settings, state: StackState | None) -> str:
 def test_status_tells_named_servers(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
     """None of these answers; a person wants to know that, and who named them."""
     own, named = "http://127.0.0.1:2", "http://me:secret@127.0.0.1:1/api"
-    member = Member(pid=os.getpid(), started_s=psutil.Process().create_time(), log=settings.logs / "log")
+    member = Member(pid=os.getpid(), started_s=psutil.Process().create_time(), log=settings.local.logs / "log")
     state = StackState(
         prefect_url=named, mlflow_url=own, identity={}, own_urls={"mlflow": own}, members={"mlflow": member}
     )
@@ -303,7 +303,7 @@ def test_a_ledger_that_fails_under_a_command_is_one_line(
     def fail(*_: object) -> None:
         raise FULL
 
-    Ledger(settings.ledger_url).close()
+    Ledger(settings.shared.ledger_url).close()
     monkeypatch.setattr(Ledger, "list_runs", fail)
     monkeypatch.setattr(sys, "argv", ["hexflow", "runs"])
     with pytest.raises(SystemExit) as left:
@@ -321,13 +321,13 @@ def test_the_command_line_starts_without_the_heavy_packages() -> None:
 
 
 def test_runs_are_listed_with_their_results(settings: Settings) -> None:
-    ledger = Ledger(settings.ledger_url)
+    ledger = Ledger(settings.shared.ledger_url)
     out = io.StringIO()
     show_runs(settings, Console(file=out, width=160))
     assert "No run yet" in out.getvalue()
     ledger.create_run("tiny-1", prompts_per_step=4, max_staleness=2, steps=4, max_attempts_per_prompt=3)
-    (settings.runs / "tiny-1").mkdir(parents=True)
-    (settings.runs / "tiny-1" / "summary.json").write_text(
+    (settings.shared.runs / "tiny-1").mkdir(parents=True)
+    (settings.shared.runs / "tiny-1" / "summary.json").write_text(
         '{"eval_before": 0.06, "eval_after": 0.7, "tokens_per_s": 39}'
     )
     show_runs(settings, Console(file=out, width=160))
@@ -336,7 +336,7 @@ def test_runs_are_listed_with_their_results(settings: Settings) -> None:
 
 def test_a_completed_run_without_its_summary_is_not_all_there_yet(settings: Settings) -> None:
     """A run that was resumed has the summary of its first part already."""
-    ledger = Ledger(settings.ledger_url)
+    ledger = Ledger(settings.shared.ledger_url)
     ledger.create_run("tiny-1", prompts_per_step=4, max_staleness=2, steps=4, max_attempts_per_prompt=3)
     ledger.set_run_state("tiny-1", "completed")
     (run,) = ledger.list_runs()
@@ -347,7 +347,7 @@ def test_a_completed_run_without_its_summary_is_not_all_there_yet(settings: Sett
 
 def test_status_tells_machines_and_the_plan_in_force(settings: Settings) -> None:
     plan = gpu_plan("here", "fast", 3)
-    ledger = Ledger(settings.ledger_url)
+    ledger = Ledger(settings.shared.ledger_url)
     device = Device(index=0, device_type="fast", kind="cpu", memory_bytes=1)
     ledger.announce_machine("here", Machine(name="here", devices=(device,)).model_dump_json())
     ledger.create_run("tiny-1", prompts_per_step=4, max_staleness=2, steps=4, max_attempts_per_prompt=3)

@@ -23,6 +23,7 @@ from tasks.exchange.ledger import Ledger
 from tasks.machine.discovery import discover_machine
 from tasks.machine.processes import ProcessGroup, end_sessions
 from tasks.tracking import tracker as tracking
+from tests.support.places import settings_of
 from tests.support.stack import runs, until
 
 SLEEPER = [sys.executable, "-c", "import time; time.sleep(600)"]
@@ -31,7 +32,7 @@ SLEEPER = [sys.executable, "-c", "import time; time.sleep(600)"]
 @pytest.fixture
 def sleeper(settings: Settings) -> Iterator[Member]:
     """A small process that stands for a member of the stack."""
-    member = servers.start_member(settings, "sleeper", SLEEPER, {servers.MARKER: str(settings.home)})
+    member = servers.start_member(settings, "sleeper", SLEEPER, {servers.MARKER: str(settings.local.home)})
     yield member
     if member.alive():
         end_sessions([member.pid], grace_s=0.0)
@@ -69,8 +70,8 @@ def test_a_damaged_state_file_is_told(settings: Settings) -> None:
 
 
 def test_marked_processes_are_those_of_this_home(settings: Settings, sleeper: Member) -> None:
-    other = settings.home.parent / "other"
-    elsewhere = Settings(home=other, runs=settings.runs, ledger_url=settings.ledger_url)
+    other = settings.local.home.parent / "other"
+    elsewhere = settings_of(home=other, runs=settings.shared.runs, ledger_url=settings.shared.ledger_url)
     assert [process.pid for process, _ in servers.marked_processes(settings)] == [sleeper.pid]
     assert list(servers.marked_processes(elsewhere)) == []
 
@@ -111,7 +112,7 @@ def test_down_lets_flow_runs_close_their_books_those_of_runs_first(settings: Set
     members = {}
     for name in ("worker-cpu", "worker-control"):
         argv = [sys.executable, "-c", WORKER, str(tmp_path / f"{name}.left")]
-        members[name] = servers.start_member(settings, name, argv, {servers.MARKER: str(settings.home)})
+        members[name] = servers.start_member(settings, name, argv, {servers.MARKER: str(settings.local.home)})
     until(lambda: all(member.log.read_text() == "ready\n" for member in members.values()), 30, "the flow runs")
     state = state_with()
     state.members = members
@@ -130,7 +131,7 @@ def test_what_a_killed_server_leaves_is_ended_and_nothing_else(settings: Setting
         "time.sleep(600)"
     )
     members, children = {"sleeper": sleeper}, {}
-    for name, home in (("mlflow", settings.home), ("prefect", "another"), ("worker-cpu", settings.home)):
+    for name, home in (("mlflow", settings.local.home), ("prefect", "another"), ("worker-cpu", settings.local.home)):
         members[name] = servers.start_member(settings, name, [sys.executable, "-c", code], {servers.MARKER: str(home)})
     try:
         leaders = [name for name in members if name != "sleeper"]
@@ -224,7 +225,7 @@ def test_a_run_that_is_settled_keeps_no_actor_at_work(
 ) -> None:
     ended: list[tuple[object, ...]] = []
     monkeypatch.setattr(tracking, "end_run", lambda *arguments: ended.append(arguments))
-    ledger = Ledger(settings.ledger_url)
+    ledger = Ledger(settings.shared.ledger_url)
     sizes = {"prompts_per_step": 1, "max_staleness": 1, "steps": 1, "max_attempts_per_prompt": 1}
     for run_id in ("gone", "other"):
         ledger.create_run(run_id, flow_run_id=f"flow-{run_id}", **sizes)
@@ -241,7 +242,7 @@ def test_a_run_that_is_settled_keeps_no_actor_at_work(
 
 def test_down_without_a_home_makes_none(tmp_path: Path) -> None:
     home = tmp_path / "none"
-    assert not stack.down(Settings(home=home, runs=tmp_path, ledger_url=""), lambda _: None)
+    assert not stack.down(settings_of(home=home, runs=tmp_path, ledger_url=""), lambda _: None)
     assert not home.exists()
 
 
@@ -287,7 +288,7 @@ def test_up_refuses_a_named_server_that_is_not_there(
 
 def test_a_home_that_cannot_be_made_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    blocked = Settings(home=tmp_path / "file" / "home", runs=tmp_path, ledger_url="")
+    blocked = settings_of(home=tmp_path / "file" / "home", runs=tmp_path, ledger_url="")
     with pytest.raises(UserError, match="HEXFLOW_HOME"), stack._locked(blocked, print):
         pass
 

@@ -54,14 +54,16 @@ def server() -> Iterator[FakeServer]:
     fake.close()
 
 
+ACTED = ("train", "rollout", "prepare", "profile")
+"""What a machine does, on the pools of its device types."""
+
+
 def test_prefect_yaml_places_every_deployment() -> None:
     placed = setup.entries(setup.FILE.read_text(), "here", ["fast", "slow"])
     where = {(entry.entrypoint.split(":")[1], entry.name): entry.work_pool for entry in placed}
-    assert {key for key in where if key[0] in ("train", "rollout")} == {
-        (role, name) for role in ("train", "rollout") for name in ("fast", "slow")
-    }
+    assert {key for key in where if key[0] in ACTED} == {(flow, name) for flow in ACTED for name in ("fast", "slow")}
     assert where["rollout", "slow"] == setup.PoolChoice(name="slow", work_queue_name="here")
-    for name in ("rl", "profile", "plan", "evaluate"):
+    for name in ("rl", "plan", "evaluate"):
         assert where[name, name] == setup.PoolChoice(name="control", work_queue_name="default")
 
 

@@ -140,9 +140,9 @@ def test_a_run_whose_directory_is_gone(settings: Settings, experiment: Experimen
     run.directory.experiment.unlink()
     with pytest.raises(UserError, match="its directory"):
         open_run(experiment, run.run_id, "flow-2")
-    assert Ledger(settings.ledger_url).find_run(run_id=run.run_id) is not None
+    assert Ledger(settings.shared.ledger_url).find_run(run_id=run.run_id) is not None
 
 
 def test_paths_are_under_the_settings(settings: Settings, experiment: Experiment) -> None:
     run = open_run(experiment, None, None)
-    assert Path(settings.runs) in run.directory.root.parents
+    assert Path(settings.shared.runs) in run.directory.root.parents

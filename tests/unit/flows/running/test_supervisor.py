@@ -36,6 +36,7 @@ from tasks.exchange.layout import RunDirectory
 from tasks.exchange.ledger import Actor, Ledger
 from tasks.machine.processes import ProcessGroup, group_alive
 from tasks.tracking.tracker import Tracker
+from tests.support.places import settings_of
 from tests.support.plan import run_plan
 
 RUN = "run"
@@ -88,11 +89,11 @@ def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def make(tmp_path: Path, **run: object) -> tuple[RunContext, FakeLauncher]:
-    settings = Settings(tmp_path, tmp_path, f"sqlite:///{tmp_path / 'ledger.db'}")
+    settings = settings_of(tmp_path, tmp_path, f"sqlite:///{tmp_path / 'ledger.db'}")
     experiment: Experiment = parse_experiment(
         {"workload": {"prompts_per_step": 1}, "run": {"steps": 1, "restarts": 1, **run}}, "test"
     )
-    ledger = Ledger(settings.ledger_url)
+    ledger = Ledger(settings.shared.ledger_url)
     ledger.create_run(RUN, prompts_per_step=1, max_staleness=1, steps=1, max_attempts_per_prompt=2)
     ledger.request_evaluation(RUN, "before", 0)
     directory = RunDirectory(tmp_path)

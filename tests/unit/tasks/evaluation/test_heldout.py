@@ -78,4 +78,4 @@ def test_a_run_without_weights_is_told(settings: Settings, ledger: Ledger, train
     """Version 0 is recorded, but its files are gone."""
     with pytest.raises(UserError, match=f"Run {RUN} has no weights to evaluate"):
         newest_weights(ledger, RUN)
-    assert not RunDirectory(settings.runs / RUN).weights.exists()
+    assert not RunDirectory(settings.shared.runs / RUN).weights.exists()

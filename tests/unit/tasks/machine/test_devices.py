@@ -37,4 +37,4 @@ def test_a_held_device_names_its_holder_and_death_frees_it(settings: Settings) -
         holder.kill()
         holder.wait()
     with hold_devices("cpu", [0, 1], "run b", settings, deadline_s=5.0):
-        assert (Path(settings.home) / "devices" / "cpu-0").read_text() == "run b\n"
+        assert (Path(settings.local.home) / "devices" / "cpu-0").read_text() == "run b\n"

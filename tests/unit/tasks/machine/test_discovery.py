@@ -110,12 +110,12 @@ def test_settings_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     inner = tmp_path / "a" / "b"
     inner.mkdir(parents=True)
     monkeypatch.chdir(inner)
-    assert load_settings().home == inner / ".hexflow"
+    assert load_settings().local.home == inner / ".hexflow"
     (tmp_path / ".hexflow").mkdir()
     found = load_settings()
-    assert found.home == tmp_path / ".hexflow"
-    assert found.runs == tmp_path / "runs"
-    assert found.ledger_url == f"sqlite:///{tmp_path}/.hexflow/ledger.db"
+    assert found.local.home == tmp_path / ".hexflow"
+    assert found.shared.runs == tmp_path / "runs"
+    assert found.shared.ledger_url == f"sqlite:///{tmp_path}/.hexflow/ledger.db"
 
 
 def test_settings_survive_into_a_child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

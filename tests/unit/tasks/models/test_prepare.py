@@ -19,7 +19,7 @@ from tasks.config.sections import ModelSection
 from tasks.config.settings import Settings
 from tasks.models import prepare as models
 from tasks.models.prepare import ShippedModel, prepare_model
-from tests.support.places import DEPLOYMENTS
+from tests.support.places import DEPLOYMENTS, settings_of
 
 
 class FakeModel:
@@ -36,7 +36,7 @@ class FakeModel:
 
 @pytest.fixture
 def private(tmp_path: Path) -> Settings:
-    return Settings(home=tmp_path / "home", runs=tmp_path / "runs", ledger_url="sqlite://")
+    return settings_of(home=tmp_path / "home", runs=tmp_path / "runs", ledger_url="sqlite://")
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ def test_a_prepared_model_is_used_again(private: Settings, fake: FakeModel) -> N
     first = prepare_model(FAKE, private)
     assert prepare_model(FAKE, private) == first
     assert fake.written == 1
-    assert first.parent == private.models
+    assert first.parent == private.local.models
 
 
 def test_dtype_recipe_and_package_versions_decide_the_place(
@@ -131,10 +131,10 @@ def test_an_interrupted_preparation_leaves_no_model_and_is_cleared_by_the_next(
         raise ValueError("broken")
 
     monkeypatch.setitem(models.SHIPPED_MODELS, "fake", replace(models.SHIPPED_MODELS["fake"], write=fail, recipe=2))
-    before = set(private.models.glob("*"))
+    before = set(private.local.models.glob("*"))
     with pytest.raises(ValueError, match="broken"):
         prepare_model(FAKE, private)
-    assert {place for place in private.models.glob("*") if place.is_dir()} <= before
+    assert {place for place in private.local.models.glob("*") if place.is_dir()} <= before
 
 
 @pytest.mark.parametrize(
@@ -156,7 +156,7 @@ def test_what_this_machine_lacks_is_said_before_anything_is_written(
 
 def test_a_home_that_cannot_be_written_is_named(tmp_path: Path, fake: FakeModel) -> None:
     (tmp_path / "home").write_text("a file")
-    settings = Settings(home=tmp_path / "home", runs=tmp_path, ledger_url="sqlite://")
+    settings = settings_of(home=tmp_path / "home", runs=tmp_path, ledger_url="sqlite://")
     with pytest.raises(UserError, match=r"home/models cannot be written.*HEXFLOW_HOME"):
         prepare_model(FAKE, settings)
 
@@ -185,7 +185,7 @@ def change_config(**values: object) -> Callable[[Path], object]:
 
 def test_a_sound_directory_is_used_where_it_lies(private: Settings, directory: Path) -> None:
     assert prepare_model(ModelSection(source=str(directory)), private) == directory.resolve()
-    assert not private.home.exists()
+    assert not private.local.home.exists()
 
 
 @pytest.mark.parametrize(
@@ -246,7 +246,7 @@ def test_tiny_random_is_the_same_on_every_machine_and_loads(private: Settings, t
     import transformers
 
     path = prepare_model(ModelSection(source="tiny-random"), private)
-    elsewhere = Settings(home=tmp_path / "elsewhere", runs=tmp_path, ledger_url="sqlite://")
+    elsewhere = settings_of(home=tmp_path / "elsewhere", runs=tmp_path, ledger_url="sqlite://")
     again = prepare_model(ModelSection(source="tiny-random"), elsewhere)
     assert (path / models.MANIFEST).read_bytes() == (again / models.MANIFEST).read_bytes()
 
@@ -279,7 +279,7 @@ def test_making_a_model_leaves_the_terminal_clean(private: Settings) -> None:
         check=True,
     )
     assert (done.stdout, done.stderr.count("\n")) == ("", 1)
-    assert done.stderr.startswith(f"Making the model tiny-random ready in {private.models}")
+    assert done.stderr.startswith(f"Making the model tiny-random ready in {private.local.models}")
 
 
 def test_tiny_random_in_bfloat16(private: Settings) -> None:

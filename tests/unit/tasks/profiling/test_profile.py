@@ -21,6 +21,7 @@ from tasks.profiling.generation import LONGEST_ANSWER_TOKENS, measure_generation
 from tasks.profiling.hardware import gemm_flops_per_s, memory_bytes_per_s
 from tasks.profiling.profile import RunPart, profile_device, run_part
 from tasks.rollout.engine import Answer, InFlight, Sampling
+from tests.support.places import settings_of
 
 MACHINE = Machine(
     name="host",
@@ -55,7 +56,7 @@ class FakePart:
 
 @pytest.fixture
 def settings(tmp_path: Path) -> Settings:
-    return Settings(home=tmp_path, runs=tmp_path / "runs", ledger_url="sqlite://")
+    return settings_of(home=tmp_path, runs=tmp_path / "runs", ledger_url="sqlite://")
 
 
 @pytest.fixture
@@ -112,7 +113,7 @@ def test_what_a_measurement_depends_on_is_measured_anew(settings: Settings, mode
 def test_a_corrupt_profile_is_measured_again(settings: Settings, model_path: Path, content: bytes) -> None:
     part = FakePart()
     first = measure(Experiment(), "slow", model_path, settings, part)
-    (cached,) = (path for path in settings.profiles.glob("slow-*.json") if not path.name.endswith(".key.json"))
+    (cached,) = (path for path in settings.shared.profiles.glob("slow-*.json") if not path.name.endswith(".key.json"))
     cached.write_bytes(content)
     assert measure(Experiment(), "slow", model_path, settings, part) == first
     assert len(part.asked) == 4
@@ -120,15 +121,15 @@ def test_a_corrupt_profile_is_measured_again(settings: Settings, model_path: Pat
 
 
 def test_a_measurement_that_fails_leaves_nothing(settings: Settings, model_path: Path) -> None:
-    settings.profiles.mkdir()
+    settings.shared.profiles.mkdir(parents=True)
     request = {"experiment": {"run": {"name": "?"}}, "model_path": "x"}
     with pytest.raises(UserError, match=r"generation of fast failed with status 1 .*profile-fast-generation.*run.name"):
         asyncio.run(run_part("generation", request, MACHINE.devices[1], settings))
-    assert list(settings.profiles.iterdir()) == []
+    assert list(settings.shared.profiles.iterdir()) == []
 
 
 def test_a_measurement_that_hangs_is_ended(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
-    settings.profiles.mkdir()
+    settings.shared.profiles.mkdir(parents=True)
     monkeypatch.setattr(profiling, "PART_DEADLINE_S", 0.0)
     with pytest.raises(UserError, match="took over 0 s"):
         asyncio.run(run_part("generation", {}, MACHINE.devices[1], settings))

@@ -76,10 +76,10 @@ class FakeReplica(threading.Thread):
 
 
 def make_run(settings: Settings, experiment: Experiment, plan: RunPlan = PLAN) -> tuple[RunDirectory, Ledger]:
-    run = RunDirectory(settings.runs / RUN)
+    run = RunDirectory(settings.shared.runs / RUN)
     run.create()
     write_json(run.experiment, experiment.model_dump(mode="json"))
-    ledger = Ledger(settings.ledger_url)
+    ledger = Ledger(settings.shared.ledger_url)
     sizes = experiment.workload
     ledger.create_run(RUN, sizes.prompts_per_step, sizes.max_staleness, experiment.run.steps, 3)
     assert ledger.add_plan_epoch(RUN, plan) == 0
@@ -204,7 +204,7 @@ def follower(settings: Settings, engine: StubEngine, max_staleness: int) -> Trai
         workload=Workload(prompts_per_step=1, max_staleness=max_staleness),
         run=RunSection(steps=20, checkpoint_every=100),
     )
-    run = RunDirectory(settings.runs / RUN)
+    run = RunDirectory(settings.shared.runs / RUN)
     run.create()
     save_group(run.group_path(0), random_groups(1, seed=0)[0])
     return Trainer(run, experiment, cast(Engine, engine), one_rank(), None)
