@@ -28,7 +28,7 @@ from tasks.data.prompts import PromptSource
 from tasks.exchange.trajectories import Group, Outcome, Segment, Trajectory
 from tasks.models.prepare import load_tokenizer, prepare_model
 from tasks.rewards.builtin import open_scorer
-from tasks.training.algorithms.losses import has_gradient, permute_advantages, with_advantages
+from tasks.training.groups import permute_advantages, with_advantages
 from tasks.training.packing import TrainingGroup
 from tasks.training.policy import Policy, load_policy
 
@@ -79,9 +79,9 @@ def main() -> None:
     direction = right_answers(gradients, source, tokenizer, experiment)
     rows = []
     for step in range(args.steps):
-        groups = [
-            g for g in with_advantages(list(sample(policy, source, tokenizer, experiment, step))) if has_gradient(g)
-        ]
+        algorithm = experiment.algorithm
+        sampled = with_advantages(list(sample(policy, source, tokenizer, experiment, step)), algorithm)
+        groups = [group for group in sampled if algorithm.keeps(group.advantages)]
         if groups:
             rows.append({"step": step, "groups": len(groups), **measure(gradients, groups, direction, args.seed)})
             print("  ".join(f"{name} {value:.4g}" for name, value in rows[-1].items()), flush=True)

@@ -13,7 +13,8 @@ from pathlib import Path
 import numpy as np
 
 from tasks.exchange.trajectories import Group, Outcome, Segment, Trajectory, load_group, save_group
-from tasks.training.algorithms.losses import with_advantages
+from tasks.training.algorithms import DecoupledPpo
+from tasks.training.groups import with_advantages
 from tasks.training.packing import hand_of
 
 ROUNDS = 5
@@ -61,7 +62,7 @@ def measure(groups: list[Group], directory: Path) -> dict[str, float]:
     saved = time.perf_counter()
     loaded_groups = [load_group(path) for path in paths]
     loaded = time.perf_counter()
-    hand_of(with_advantages(loaded_groups), TOKENS_PER_MICRO_BATCH, 0, 1)
+    hand_of(with_advantages(loaded_groups, DecoupledPpo()), TOKENS_PER_MICRO_BATCH, 0, 1)
     return {"save": saved - started, "load": loaded - saved, "lay out": time.perf_counter() - loaded}
 
 

@@ -24,6 +24,15 @@ _TRUTH = "truth"
 _Model = TypeVar("_Model", bound=BaseModel)
 
 
+def as_choices(schema: dict[str, Any]) -> None:
+    """Say `anyOf` for a union told apart by its `kind`: the form of the Prefect UI knows no `oneOf`.
+
+    To be given to `Field` as `json_schema_extra`, beside the discriminator.
+    """
+    schema["anyOf"] = schema.pop("oneOf")
+    schema.pop("discriminator")
+
+
 class Section(BaseModel):
     """A part of a file: immutable; an unknown key, a number that is not finite and a truth for a number are errors."""
 
@@ -129,11 +138,18 @@ def _hint(path: Path, what: str) -> str:
 
 def _describe(kind: type[BaseModel], fault: Any) -> str:
     """One phrase on a fault: where, what was given, what is wanted."""
-    where, owners = _follow(kind, fault["loc"])
+    where, owners, others = _follow(kind, fault["loc"])
     place, given, problem = f"'{where}'", fault["input"], fault["type"]
     if problem == "extra_forbidden":
+        name = where.rpartition(".")[2]
+        if kinds := [tag for model in others if name in model.model_fields for tag in _tags(model)]:
+            given_kind = " or ".join(str(tag) for model in owners for tag in _tags(model))
+            return (
+                f"{place} is a key of kind {' or '.join(kinds)}, but the kind is {given_kind}: leave it out or change "
+                "the kind"
+            )
         known = [key for owner in owners for key in owner.model_fields]
-        near = difflib.get_close_matches(where.rpartition(".")[2], known, n=1, cutoff=0.6)
+        near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
         hint = f"did you mean '{near[0]}'?" if near else f"known keys: {', '.join(known)}"
         return f"unknown key {place} ({hint})"
     if problem == _TRUTH:
@@ -154,23 +170,28 @@ def _describe(kind: type[BaseModel], fault: Any) -> str:
     return f"{place} is empty: {message}" if given is None else f"{place} is {_shorten(repr(given))}: {message}"
 
 
-def _follow(kind: type[BaseModel], location: Sequence[str | int]) -> tuple[str, list[type[BaseModel]]]:
-    """The dotted keys of a fault's location as a person wrote them, and the sections that could own the last one.
+def _follow(
+    kind: type[BaseModel], location: Sequence[str | int]
+) -> tuple[str, list[type[BaseModel]], list[type[BaseModel]]]:
+    """A fault's location as a person wrote it, in dotted keys, and who could own the last of them.
 
-    Pydantic puts the tag of a union between the keys; a person has not written it there.
+    These are the sections there, and those of other kinds that could stand in their place. Pydantic puts the tag of a
+    union between the keys; a person has not written it there.
     """
     owners, inner, path = [kind], [kind], []
+    others: list[type[BaseModel]] = []
+    siblings: list[type[BaseModel]] = []
     for part in location:
         tagged = [model for model in inner if part in _tags(model)]
         if len(inner) > 1 and tagged:
-            inner = tagged
+            inner, siblings = tagged, [model for model in inner if model not in tagged]
             continue
         path.append(str(part))
-        owners = inner
+        owners, others = inner, siblings
         if isinstance(part, str):
             fields = [model.model_fields[part].annotation for model in inner if part in model.model_fields]
-            inner = [model for annotation in fields for model in _models_in(annotation)]
-    return ".".join(path), owners
+            inner, siblings = [model for annotation in fields for model in _models_in(annotation)], []
+    return ".".join(path), owners, others
 
 
 def _tags(model: type[BaseModel]) -> tuple[Any, ...]:

@@ -151,7 +151,7 @@ def study_cluster(
 def wish_for(experiment: Experiment, checkpoint: WrittenBy | None = None) -> TrainingWish:
     """What the experiment, and the checkpoint that is gone on from, leave no choice about."""
     planner = experiment.planner
-    ranks, zero = (checkpoint.ranks, checkpoint.zero_stage) if checkpoint else (None, experiment.algorithm.zero_stage)
+    ranks, zero = (checkpoint.ranks, checkpoint.zero_stage) if checkpoint else (None, planner.zero_stage)
     return TrainingWish(planner.train_type, planner.train_devices, zero, ranks)
 
 
@@ -159,9 +159,9 @@ def demand_for(experiment: Experiment, answer_tokens: float | None = None) -> De
     """What a step of the experiment asks, with the mean length of answers where it was measured."""
     return demand_of(
         experiment.workload,
-        experiment.algorithm.minibatches,
+        experiment.optimizer.minibatches,
         answer_tokens,
-        micro_batch_tokens=experiment.algorithm.tokens_per_micro_batch,
+        micro_batch_tokens=experiment.planner.tokens_per_micro_batch,
         max_context=experiment.model.max_context,
         concurrency=experiment.rollout.concurrency,
     )

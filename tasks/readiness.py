@@ -143,7 +143,8 @@ def _check_memory(experiment: Experiment, machine: Machine, model: Model) -> Non
         _check_gpu_memory(experiment, machine, model)
         return
     # One process trains and one generates, in the same memory.
-    training = training_states(model, data_ranks=1, zero=experiment.algorithm.zero_stage).total
+    training = training_states(model, data_ranks=1, zero=experiment.planner.zero_stage).total
+    training += _reference_bytes(experiment, model)
     rollout = model.weight_bytes + CPU_KV_CACHE_BYTES
     _, available = memory_bytes()
     if training + rollout > available:
@@ -156,17 +157,18 @@ def _check_memory(experiment: Experiment, machine: Machine, model: Model) -> Non
 
 def _check_gpu_memory(experiment: Experiment, machine: Machine, model: Model) -> None:
     """The best case: one type trains on all of its devices but one to generate, and the largest device generates."""
-    planner, stage = experiment.planner, experiment.algorithm.zero_stage
+    planner, stage = experiment.planner, experiment.planner.zero_stage
     memory = {device.device_type: device.memory_bytes for device in machine.devices}
     needed = {}
     for name, count in machine.count_by_type().items():
         if planner.train_type in (None, name):
             ranks = planner.train_devices or min(count, len(machine.devices) - 1)
-            needed[name] = training_states(model, data_ranks=ranks, zero=stage).total
+            states = training_states(model, data_ranks=ranks, zero=stage).total
+            needed[name] = states + _reference_bytes(experiment, model)
     best = max(needed, key=lambda name: memory[name] - needed[name])
     if needed[best] > memory[best]:
         raise UserError(
-            f"Training {experiment.model.source} under algorithm.zero_stage {stage} needs {_gib(needed[best])} on each "
+            f"Training {experiment.model.source} under planner.zero_stage {stage} needs {_gib(needed[best])} on each "
             f"device, but a {best} has {_gib(memory[best])}: use zero_stage 3, more devices, or a smaller model."
         )
     rollout = model.weight_bytes + model.kv_bytes_per_token * experiment.model.max_context
@@ -176,6 +178,11 @@ def _check_gpu_memory(experiment: Experiment, machine: Machine, model: Model) ->
             f"answer of model.max_context tokens, but the largest has {_gib(max(memory.values()))}: choose a smaller "
             "model or context."
         )
+
+
+def _reference_bytes(experiment: Experiment, model: Model) -> int:
+    """What every rank of the trainer holds of the model that the run began with."""
+    return model.weight_bytes if experiment.algorithm.needs_reference else 0
 
 
 def _check_room(experiment: Experiment, runs: Path, model: Model, present: int) -> None:

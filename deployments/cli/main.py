@@ -81,7 +81,7 @@ ClusterFile = Annotated[
 ]
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(metavar="SECTION.KEY=VALUE", help="Values to change, as in algorithm.lr=1e-6."),
+    typer.Argument(metavar="SECTION.KEY=VALUE", help="Values to change, as in optimizer.lr=1e-6."),
 ]
 
 

@@ -288,7 +288,7 @@ def _no_such_trainer(problem: Problem) -> str:
         )
     return (
         f"Nothing can train as {wish.words} asks: a minibatch has work for {most} GPUs, one for each answer. Train on "
-        "fewer, or lower algorithm.minibatches."
+        "fewer, or lower optimizer.minibatches."
     )
 
 
@@ -388,14 +388,14 @@ def _cannot_train(problem: Problem) -> str:
     lacks = [max(m.total - m.available for m in problem.training.memory(layout)) for layout in layouts]
     closest = layouts[lacks.index(min(lacks))]
     devices = " + ".join(f"{stage.devices} × {stage.device_type}" for stage in closest.stages)
-    higher = "with algorithm.zero_stage 3 " if zero < 3 and wish.ranks is None else ""
+    higher = "with planner.zero_stage 3 " if zero < 3 and wish.ranks is None else ""
     sharded = [replace(layout, zero=3) for layout in layouts]
     if tokens := _fitting_micro_batch(problem, layouts):
-        remedy = f"with algorithm.tokens_per_micro_batch={tokens} it fits"
+        remedy = f"with planner.tokens_per_micro_batch={tokens} it fits"
     elif higher and any(_fits(problem, layout) for layout in sharded):
         remedy = f"{higher}it fits"
     elif higher and (tokens := _fitting_micro_batch(problem, sharded)):
-        remedy = f"{higher}and algorithm.tokens_per_micro_batch={tokens} it fits"
+        remedy = f"{higher}and planner.tokens_per_micro_batch={tokens} it fits"
     else:
         remedy = f"{higher}the smallest that would do is {_smallest(problem)}"
     asked = f" as {wish.words} asks" if wish.words else ""

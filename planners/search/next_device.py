@@ -77,7 +77,7 @@ def memory_remedy(problem: Problem, plan: ClusterPlan) -> list[str]:
         if best.step_s < now_s:
             now_s = best.step_s
             fastest = (
-                f"Memory keeps a faster training layout out: with algorithm.tokens_per_micro_batch={tokens} "
+                f"Memory keeps a faster training layout out: with planner.tokens_per_micro_batch={tokens} "
                 f"{best.layout.name} fits and takes {best.step_s:.2f} s."
             )
     return [fastest] if fastest else []

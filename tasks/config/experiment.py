@@ -3,11 +3,14 @@
 The defaults are the laptop run, so an empty form trains SmolLM2-135M on one-digit sums.
 """
 
+from typing import Any
+
 from pydantic import Field, model_validator
 
 from planners.sections import Section
 from planners.workload.step import Workload
 from tasks.config.data import DataSection
+from tasks.config.moved import moved_keys
 from tasks.config.rewards import RewardSection
 from tasks.config.rollout import RolloutSection
 from tasks.config.sections import (
@@ -19,7 +22,8 @@ from tasks.config.sections import (
     StorageSection,
     TrackingSection,
 )
-from tasks.config.training import AlgorithmSection
+from tasks.config.training import OptimizerSection, SamplingSection
+from tasks.training.algorithms import Algorithm, DecoupledPpo
 
 _MOST_ANSWERS = 100_000
 """Per step: what the planner's simulator still gets through."""
@@ -32,7 +36,9 @@ class Experiment(Section):
     data: DataSection = Field(default=DataSection(), description="Where questions come from.")
     prompt: PromptSection = Field(default=PromptSection(), description="How a question becomes a prompt.")
     reward: RewardSection = Field(default=RewardSection(), description="How an answer is scored.")
-    algorithm: AlgorithmSection = Field(default=AlgorithmSection(), description="Loss, optimiser and sampling.")
+    sampling: SamplingSection = Field(default=SamplingSection(), description="How answers are drawn.")
+    algorithm: Algorithm = Field(default=DecoupledPpo(), description="What answers teach: advantages and loss.")
+    optimizer: OptimizerSection = Field(default=OptimizerSection(), description="How the weights are updated.")
     workload: Workload = Field(default=Workload(), description="Sizes of a step and the staleness bound.")
     rollout: RolloutSection = Field(default=RolloutSection(), description="How replicas generate and take weights.")
     cluster: ClusterSection = Field(default=ClusterSection(), description="Which devices the run may use.")
@@ -40,6 +46,13 @@ class Experiment(Section):
     storage: StorageSection = Field(default=StorageSection(), description="What is kept on shared storage.")
     tracking: TrackingSection = Field(default=TrackingSection(), description="Where the run appears in MLflow.")
     run: RunSection = Field(default=RunSection(), description="Length, seeds and patience of the run.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _nothing_of_before(cls, tree: Any) -> Any:
+        if isinstance(tree, dict) and (instead := moved_keys(tree)):
+            raise ValueError(instead)
+        return tree
 
     @model_validator(mode="after")
     def _sections_agree(self) -> "Experiment":
@@ -66,9 +79,9 @@ class Experiment(Section):
                 f"workload.max_prompt_tokens + workload.max_new_tokens is {lengths}, above model.max_context "
                 f"{self.model.max_context}: lower the lengths or raise the context"
             )
-        if self.algorithm.minibatches > self.workload.prompts_per_step:
+        if self.optimizer.minibatches > self.workload.prompts_per_step:
             raise ValueError(
-                f"algorithm.minibatches is {self.algorithm.minibatches}, above workload.prompts_per_step "
+                f"optimizer.minibatches is {self.optimizer.minibatches}, above workload.prompts_per_step "
                 f"{self.workload.prompts_per_step}: each minibatch needs at least one group"
             )
         if "{question}" not in self.prompt.template:

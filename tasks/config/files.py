@@ -13,7 +13,7 @@ _PATHS = ("data.path", "model.source")
 
 
 def load_experiment(path: Path, overrides: list[str] | None = None) -> Experiment:
-    """Read an experiment file and apply dotted overrides such as `algorithm.lr=1e-6`.
+    """Read an experiment file and apply dotted overrides such as `optimizer.lr=1e-6`.
 
     Relative paths (`data.path`, a directory in `model.source`) are made absolute, since workers run in other
     directories: those of the file start at the file, those of overrides at the working directory.
@@ -66,7 +66,7 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
     key, separator, text = override.partition("=")
     parts = key.split(".")
     if not separator or len(parts) < 2 or not all(parts):
-        raise UserError(f"The override '{override}' is not of the form section.key=value, as in algorithm.lr=1e-6.")
+        raise UserError(f"The override '{override}' is not of the form section.key=value, as in optimizer.lr=1e-6.")
     node = tree
     for part in parts[:-1]:
         if node.get(part) is None:

@@ -49,6 +49,10 @@ class PlannerSection(Section):
 
     train_type: str | None = Field(default=None, description="Device type that trains; empty: the planner chooses.")
     train_devices: int | None = Field(default=None, ge=1, description="Devices that train; empty: planner chooses.")
+    zero_stage: int = Field(default=0, ge=0, le=3, description="DeepSpeed ZeRO stage, 0 to 3.")
+    tokens_per_micro_batch: int = Field(
+        default=1024, ge=1, description="Largest packed micro-batch in tokens (a single answer above it goes alone)."
+    )
 
 
 class StorageSection(Section):

@@ -63,7 +63,7 @@ async def profile_device(
     a type at once, since a lock on shared storage may hold nobody; the last word is as good as the first.
 
     Args:
-        experiment: names the model, the workload and the algorithm.
+        experiment: names the model, the workload and how it trains.
         machine: the device with the lowest index of that type is measured.
         device_type: one of the machine's types.
         model_path: the prepared model.
@@ -116,7 +116,7 @@ def _identity(experiment: Experiment, device_type: str, model_path: Path) -> dic
     """Everything that a measurement depends on."""
     installed = {d.name: d.version for d in metadata.distributions() if d.name in _MEASURED_PACKAGES}
     config = hashlib.sha256((model_path / "config.json").read_bytes()).hexdigest()[:12]
-    algorithm = experiment.algorithm
+    planner = experiment.planner
     return {
         "recipe": RECIPE_VERSION,
         "device_type": device_type,
@@ -124,7 +124,8 @@ def _identity(experiment: Experiment, device_type: str, model_path: Path) -> dic
         "versions": ", ".join(f"{name} {version}" for name, version in sorted(installed.items())),
         "workload": experiment.workload.model_dump(include=_SIZES),
         "max_context": experiment.model.max_context,
-        "training": [algorithm.zero_stage, algorithm.minibatches, algorithm.tokens_per_micro_batch],
+        "training": [planner.zero_stage, experiment.optimizer.minibatches, planner.tokens_per_micro_batch],
+        "reference": experiment.algorithm.needs_reference,
         "data": experiment.data.model_dump(mode="json", include=_QUESTIONS),
         "prompt": experiment.prompt.model_dump(mode="json"),
     }

@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from planners.costs.memory import recomputes
 from planners.workload.step import Workload
 from tasks.config.experiment import Experiment
 from tasks.exchange.layout import RunDirectory
@@ -17,10 +16,9 @@ from tasks.exchange.trajectories import Outcome, Segment, Trajectory
 from tasks.exchange.weights import publish_weights, verify_weights
 from tasks.models.dtypes import torch_dtype
 from tasks.profiling.hardware import finish
-from tasks.training.engine import Engine
+from tasks.training.engine import Engine, load_engine
 from tasks.training.export import write_weights
 from tasks.training.packing import TrainingGroup
-from tasks.training.policy import load_policy
 from tasks.training.ranks import join_ranks
 
 MOST_TOKENS = 65_536
@@ -51,19 +49,9 @@ def measure_training(
     """
     os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     ranks = join_ranks(_MEET_S, _WAIT_S)
-    dtype = torch_dtype(experiment.model.dtype)
-    algorithm, max_context = experiment.algorithm, experiment.model.max_context
-    recompute = recomputes(algorithm.tokens_per_micro_batch, max_context)
-    policy = load_policy(model_path, algorithm.temperature, max_context, dtype, recompute=recompute)
-    engine = Engine(
-        policy.to(ranks.device),
-        algorithm,
-        experiment.run.steps,
-        ranks,
-        dtype,
-        zero_stage=algorithm.zero_stage,
-        micro_batch_tokens=algorithm.tokens_per_micro_batch,
-    )
+    dtype, planner = torch_dtype(experiment.model.dtype), experiment.planner
+    sizes = {"zero_stage": planner.zero_stage, "micro_batch_tokens": planner.tokens_per_micro_batch}
+    engine = load_engine(model_path, experiment, ranks, **sizes)
     groups = made_up_groups(prompts, experiment.workload, answer_tokens)
     engine.train_step(groups[:1], 0)
     finish(ranks.device)

@@ -54,7 +54,7 @@ async def open_answerer(experiment: Experiment, setup: AnsweringSetup) -> AsyncI
         scoring = ScoringPool(experiment.reward, experiment.data)
         try:
             sampling = Sampling(
-                experiment.algorithm.temperature, experiment.workload.max_new_tokens, prompts.stop_token_ids
+                experiment.sampling.temperature, experiment.workload.max_new_tokens, prompts.stop_token_ids
             )
             yield Answerer(engine, tokenizer, scoring, sampling), prompts
         finally:

@@ -281,7 +281,7 @@ class Tracker:
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """Nested values under dotted names, as MLflow parameters: `{"algorithm": {"lr": 1e-6}}` → `algorithm.lr`."""
+    """Nested values under dotted names, as MLflow parameters: `{"optimizer": {"lr": 1e-6}}` → `optimizer.lr`."""
     flat: dict[str, str] = {}
     for key, value in tree.items():
         name = f"{prefix}{key}"

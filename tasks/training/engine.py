@@ -18,11 +18,14 @@ import deepspeed
 import torch
 from torch import Tensor
 
+from planners.costs.memory import recomputes
 from planners.errors import UserError
-from tasks.config.training import AlgorithmSection
-from tasks.training.algorithms.losses import PEAK_NAMES, SUM_NAMES, LossSums, has_gradient, loss_metrics, policy_loss
+from tasks.config.experiment import Experiment
+from tasks.config.training import OptimizerSection
+from tasks.models.dtypes import torch_dtype
+from tasks.training.algorithms.base import AlgorithmSection, LossSums
 from tasks.training.packing import MicroBatch, TrainingGroup, hand_of
-from tasks.training.policy import Policy
+from tasks.training.policy import Policy, load_policy
 from tasks.training.randomness import random_state, set_random_state
 from tasks.training.ranks import Ranks
 
@@ -52,14 +55,21 @@ class Engine:
         self,
         policy: Policy,
         algorithm: AlgorithmSection,
+        optimizer: OptimizerSection,
         steps: int,
         ranks: Ranks,
         dtype: torch.dtype,
         *,
         zero_stage: int,
         micro_batch_tokens: int,
+        reference: Policy | None = None,
     ) -> None:
+        """`reference` is the model that the run began with; needed where the algorithm asks for it."""
+        if algorithm.needs_reference and reference is None:
+            raise ValueError(f"{algorithm.kind} needs a reference policy")
         self._algorithm = algorithm
+        self._settings = optimizer
+        self._reference = reference
         self.zero_stage = zero_stage
         self._parameters = sum(parameter.numel() for parameter in policy.parameters())
         self._micro_batch_tokens = micro_batch_tokens
@@ -67,15 +77,15 @@ class Engine:
         self._ranks = ranks
         # Without ZeRO, float32 gradients lie in the parameters, where the norm is known before the update.
         self._clips_here = zero_stage == 0 and dtype == torch.float32
-        optimizer = torch.optim.AdamW(
+        adamw = torch.optim.AdamW(
             policy.parameters(),
-            lr=algorithm.lr,
-            betas=(algorithm.adam_beta1, algorithm.adam_beta2),
-            weight_decay=algorithm.weight_decay,
+            lr=optimizer.lr,
+            betas=(optimizer.beta1, optimizer.beta2),
+            weight_decay=optimizer.weight_decay,
             fused=True,  # one pass over the parameters and their moments instead of one for each operation
         )
         self.deepspeed, self.optimizer, _, _ = deepspeed.initialize(
-            model=policy, optimizer=optimizer, config=self._config(dtype), dist_init_required=False
+            model=policy, optimizer=adamw, config=self._config(dtype), dist_init_required=False
         )
         if ranks.size == 1 and zero_stage == 0:
             # With nobody to average with, copying all gradients into buckets and back would be for nothing.
@@ -85,7 +95,7 @@ class Engine:
         return {
             "train_micro_batch_size_per_gpu": 1,
             "gradient_accumulation_steps": 1,  # boundaries are set by hand: steps differ in their micro-batches
-            "gradient_clipping": 0.0 if self._clips_here else self._algorithm.gradient_clip,
+            "gradient_clipping": 0.0 if self._clips_here else self._settings.gradient_clip,
             # A buffer of this many elements is allocated whole; by default it has 5e8, however small the model is.
             "zero_optimization": {"stage": self.zero_stage, "reduce_bucket_size": min(self._parameters, 500_000_000)},
             "zero_allow_untested_optimizer": True,
@@ -96,18 +106,19 @@ class Engine:
     def train_step(self, groups: Sequence[TrainingGroup], step: int) -> StepResult:
         """Train on the groups of one step; every rank passes the same groups.
 
-        Groups whose advantages are all zero are left out: they have no gradient, so computing them would only cost
-        time, and counting their tokens would shrink the update by the share of hopeless and solved prompts. If that
-        leaves none, the loss metrics, `mismatch_kl` above all, are those of the first group, without an update.
+        Groups that the algorithm does not keep, such as those whose advantages are all zero, are left out: they have no
+        gradient, so computing them would only cost time, and counting their tokens would shrink the update by the share
+        of hopeless and solved prompts. If that leaves none, the loss metrics, `mismatch_kl` above all, are those of the
+        first group, without an update.
         """
         counted = [group for group in groups if group.trained_tokens]
-        live = [group for group in counted if has_gradient(group)]
-        minibatches = [live[k :: self._algorithm.minibatches] for k in range(self._algorithm.minibatches)]
+        live = [group for group in counted if self._algorithm.keeps(group.advantages)]
+        minibatches = [live[k :: self._settings.minibatches] for k in range(self._settings.minibatches)]
         minibatches = [minibatch for minibatch in minibatches if minibatch]
         hands = [self._hand(minibatch) for minibatch in minibatches]
         # π_prox is the policy before the first update. With one update a step it is the policy of that very forward.
         prox = [[self._logprobs(b) for b in hand] for hand in hands] if len(hands) > 1 else None
-        lr = self._algorithm.lr * lr_factor(self._algorithm, step, self._steps)
+        lr = self._settings.lr * lr_factor(self._settings, step, self._steps)
         for param_group in self.optimizer.param_groups:
             param_group["lr"] = lr
         totals = StepTotals()
@@ -167,8 +178,13 @@ class Engine:
         set_random_state(json.loads(random_state_path.read_text()))
 
     def _hand(self, groups: Sequence[TrainingGroup]) -> list[MicroBatch]:
+        """This rank's micro-batches on its device, with reference log-probabilities where the algorithm asks."""
         hand = hand_of(groups, self._micro_batch_tokens, self._ranks.rank, self._ranks.size)
-        return [batch.to(self._ranks.device) for batch in hand]
+        batches = [batch.to(self._ranks.device) for batch in hand]
+        if self._reference is None:
+            return batches
+        with torch.no_grad():
+            return [batch._replace(reference_logprobs=self._reference(batch)[0]) for batch in batches]
 
     @torch.no_grad()
     def _logprobs(self, batch: MicroBatch) -> Tensor:
@@ -179,11 +195,7 @@ class Engine:
     def _measure(self, groups: Sequence[TrainingGroup], totals: "StepTotals") -> None:
         for batch in self._hand(groups):
             logprobs, entropy = self.deepspeed(batch)
-            totals.add(self._loss(logprobs, logprobs, entropy, batch))
-
-    def _loss(self, logprobs: Tensor, prox_logprobs: Tensor, entropy: Tensor, batch: MicroBatch) -> LossSums:
-        clip, weight_cap = self._algorithm.clip, self._algorithm.behaviour_weight_cap
-        return policy_loss(logprobs, prox_logprobs, entropy, batch, clip, weight_cap)
+            totals.add(self._algorithm.loss(logprobs, logprobs, entropy, batch), batch)
 
     def _update(
         self, hand: Sequence[MicroBatch], prox: Sequence[Tensor | None], tokens: int, totals: "StepTotals"
@@ -193,17 +205,17 @@ class Engine:
             logprobs, entropy = self.deepspeed(batch)
             if prox_logprobs is None:
                 prox_logprobs = logprobs.detach()
-            sums = self._loss(logprobs, prox_logprobs, entropy, batch)
+            sums = self._algorithm.loss(logprobs, prox_logprobs, entropy, batch)
             # DeepSpeed averages gradients over ranks; the loss is a mean over the tokens of all ranks.
             self.deepspeed.backward(sums.loss * (self._ranks.size / tokens))
-            totals.add(sums)
+            totals.add(sums, batch)
         totals.count_update(self._apply())
 
     def _apply(self) -> float:
         """Clip, update, clear; returns the gradient norm. An update whose norm is not finite changes nothing."""
         if self._clips_here:
             parameters = list(self.deepspeed.module.parameters())
-            norm = float(torch.nn.utils.clip_grad_norm_(parameters, self._algorithm.gradient_clip))
+            norm = float(torch.nn.utils.clip_grad_norm_(parameters, self._settings.gradient_clip))
             if math.isfinite(norm):
                 self.deepspeed.step()
             else:
@@ -214,39 +226,81 @@ class Engine:
 
 
 class StepTotals:
-    """Adds up the loss sums of a step over micro-batches, and at the end over ranks."""
+    """Adds up what the losses of a step say, by name, over micro-batches and at the end over ranks."""
 
     def __init__(self) -> None:
-        self._sums = torch.zeros(len(SUM_NAMES))
-        self._peaks = torch.zeros(len(PEAK_NAMES))
+        self._tokens = torch.zeros(())
+        self._sums: dict[str, Tensor] = {}
+        self._peaks: dict[str, Tensor] = {}
         self._norms: list[float] = []
 
-    def add(self, loss: LossSums) -> None:
-        """Add one micro-batch."""
-        self._sums += loss.sums.cpu()
-        self._peaks = torch.maximum(self._peaks, loss.peaks.cpu())
+    def add(self, loss: LossSums, batch: MicroBatch) -> None:
+        """Add one micro-batch; everything stays on its device, so that nothing waits for it."""
+        self._tokens = batch.mask.sum() + self._tokens.to(batch.mask.device)
+        for name, value in loss.sums.items():
+            self._sums[name] = value + self._sums[name] if name in self._sums else value
+        for name, value in loss.peaks.items():
+            self._peaks[name] = value.maximum(self._peaks[name]) if name in self._peaks else value
 
     def count_update(self, norm: float) -> None:
         """Note the gradient norm of one update, the same on every rank."""
         self._norms.append(norm)
 
     def result(self, ranks: Ranks, lr: float) -> StepResult:
-        """Totals over all ranks; every rank must call it."""
-        sums, peaks = ranks.sum(self._sums), ranks.maximum(self._peaks)
+        """Means over the trained tokens of all ranks, and peaks; every rank must call it."""
+        of_rank = torch.stack([self._tokens, *self._sums.values(), *self._peaks.values()]).cpu()
+        everything = ranks.gather(of_rank)
+        tokens, *sums = everything[:, : 1 + len(self._sums)].sum(dim=0).tolist()
+        peaks = everything[:, 1 + len(self._sums) :].amax(dim=0).tolist()
+        metrics = {"lr": lr, "trained_tokens": tokens}
+        if tokens:
+            metrics |= {name: total / tokens for name, total in zip(self._sums, sums, strict=True)}
+            metrics |= dict(zip(self._peaks, peaks, strict=True))
         finite = [norm for norm in self._norms if math.isfinite(norm)]
-        metrics = {"lr": lr, "trained_tokens": float(sums[0]), **loss_metrics(sums.tolist(), peaks.tolist())}
         if finite:
             metrics["grad_norm"] = max(finite)
         return StepResult(metrics, updates=len(finite), skipped=len(self._norms) - len(finite))
 
 
-def lr_factor(algorithm: AlgorithmSection, step: int, steps: int) -> float:
+def load_engine(
+    model_path: Path, experiment: Experiment, ranks: Ranks, *, zero_stage: int, micro_batch_tokens: int
+) -> Engine:
+    """The model that a run begins with and its optimiser, and the model once more if the algorithm refers to it.
+
+    Args:
+        model_path: the prepared model.
+        experiment: as of the run.
+        ranks: this process's place.
+        zero_stage: DeepSpeed ZeRO stage.
+        micro_batch_tokens: largest packed micro-batch in tokens.
+    """
+    dtype, max_context = torch_dtype(experiment.model.dtype), experiment.model.max_context
+    temperature = experiment.sampling.temperature
+    recompute = recomputes(micro_batch_tokens, max_context)
+    policy = load_policy(model_path, temperature, max_context, dtype, recompute=recompute).to(ranks.device)
+    reference = None
+    if experiment.algorithm.needs_reference:
+        reference = load_policy(model_path, temperature, max_context, dtype).to(ranks.device).eval()
+    return Engine(
+        policy,
+        experiment.algorithm,
+        experiment.optimizer,
+        experiment.run.steps,
+        ranks,
+        dtype,
+        zero_stage=zero_stage,
+        micro_batch_tokens=micro_batch_tokens,
+        reference=reference,
+    )
+
+
+def lr_factor(optimizer: OptimizerSection, step: int, steps: int) -> float:
     """Share of the learning rate used at `step` (0-based) of `steps`: linear warm-up, then the chosen decay to 0."""
-    if step < algorithm.warmup_steps:
-        return (step + 1) / algorithm.warmup_steps
-    progress = (step - algorithm.warmup_steps) / max(1, steps - algorithm.warmup_steps)
-    if algorithm.lr_schedule == "linear":
+    if step < optimizer.warmup_steps:
+        return (step + 1) / optimizer.warmup_steps
+    progress = (step - optimizer.warmup_steps) / max(1, steps - optimizer.warmup_steps)
+    if optimizer.schedule == "linear":
         return 1 - progress
-    if algorithm.lr_schedule == "cosine":
+    if optimizer.schedule == "cosine":
         return 0.5 * (1 + math.cos(math.pi * progress))
     return 1.0

@@ -19,14 +19,19 @@ def checkpoint_bytes(parameters: int, dtype: Dtype) -> int:
     return parameters * (12 if dtype == "float32" else 14)
 
 
-def check_memory(model_path: Path, dtype: Dtype, zero_stage: int, ranks: "Ranks") -> None:
+def check_memory(
+    model_path: Path, dtype: Dtype, zero_stage: int, ranks: "Ranks", *, with_reference: bool = False
+) -> None:
     """Refuse a model whose training state does not fit in what is free for this rank.
+
+    `with_reference`: each rank holds the model that the run began with, too.
 
     Raises:
         UserError: it does not fit; activations come on top.
     """
     model = read_model(model_path, ELEMENT_BYTES[dtype])
     needed = training_states(model, data_ranks=ranks.size, zero=zero_stage).total
+    needed += model.weight_bytes if with_reference else 0
     if ranks.device.type == "cuda":
         import torch
 
@@ -37,5 +42,5 @@ def check_memory(model_path: Path, dtype: Dtype, zero_stage: int, ranks: "Ranks"
         raise UserError(
             f"Training {model_path} needs {needed / _GIB:.1f} GiB for weights, gradients and Adam on each rank, "
             f"but {free / _GIB:.1f} GiB are free on {ranks.device}: free memory, train on more devices with "
-            "algorithm.zero_stage 3, or choose a smaller model."
+            "planner.zero_stage 3, or choose a smaller model."
         )

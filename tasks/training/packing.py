@@ -70,6 +70,8 @@ class MicroBatch(NamedTuple):
         advantages: [N] advantage of the token's answer, float32.
         mask: [N] 1 where the loss counts the token, 0 in untrainable segments, float32.
         versions: [N] policy version that generated the token.
+        reference_logprobs: [N] log-probabilities under the model that the run began with, float32; None where the
+            algorithm does not ask for them.
     """
 
     input_ids: Tensor
@@ -82,6 +84,7 @@ class MicroBatch(NamedTuple):
     advantages: Tensor
     mask: Tensor
     versions: Tensor
+    reference_logprobs: Tensor | None = None
 
     def attention_mask(self) -> Tensor:
         """[1, 1, T, T] boolean, True where the query (row) may attend to the key (column)."""
@@ -93,7 +96,7 @@ class MicroBatch(NamedTuple):
 
     def to(self, device: torch.device) -> "MicroBatch":
         """The same micro-batch on another device."""
-        return MicroBatch(*(tensor.to(device) for tensor in self))
+        return MicroBatch._make(None if tensor is None else tensor.to(device) for tensor in self)
 
 
 def hand_of(groups: Sequence[TrainingGroup], tokens_per_micro_batch: int, rank: int, ranks: int) -> list[MicroBatch]:

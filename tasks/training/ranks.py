@@ -47,15 +47,11 @@ class Ranks:
         """Wait for all ranks."""
         dist.barrier(group=self.control)
 
-    def sum(self, values: torch.Tensor) -> torch.Tensor:
-        """Element-wise sum over ranks of a CPU tensor."""
-        dist.all_reduce(values, op=dist.ReduceOp.SUM, group=self.control)
-        return values
-
-    def maximum(self, values: torch.Tensor) -> torch.Tensor:
-        """Element-wise maximum over ranks of a CPU tensor."""
-        dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self.control)
-        return values
+    def gather(self, values: torch.Tensor) -> torch.Tensor:
+        """[ranks, n] the CPU tensors [n] of all ranks, on every rank."""
+        gathered = [torch.empty_like(values) for _ in range(self.size)]
+        dist.all_gather(gathered, values, group=self.control)
+        return torch.stack(gathered)
 
 
 def join_ranks(rendezvous_s: float, wait_s: float) -> Ranks:

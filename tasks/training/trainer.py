@@ -14,7 +14,6 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from planners.costs.memory import recomputes
 from planners.errors import UserError
 from tasks.config.experiment import Experiment
 from tasks.config.settings import load_settings
@@ -26,12 +25,11 @@ from tasks.machine.processes import apply_device_environment, die_with_parent
 from tasks.models.dtypes import torch_dtype
 from tasks.models.prepare import find_model
 from tasks.tracking.tracker import Tracker
-from tasks.training.algorithms.losses import permute_advantages, with_advantages
 from tasks.training.checkpoints import load_checkpoint, save_checkpoint
-from tasks.training.engine import Engine, StepResult
+from tasks.training.engine import Engine, StepResult, load_engine
+from tasks.training.groups import permute_advantages, with_advantages
 from tasks.training.leader import Leader, batch_metrics, leave_on_sigterm
 from tasks.training.memory import check_memory
-from tasks.training.policy import load_policy
 from tasks.training.ranks import Ranks, join_ranks
 
 MAX_SKIPPED_STEPS = 5  # steps in a row with an update that was not finite, before the run is given up
@@ -111,7 +109,7 @@ class Trainer:
         return groups
 
     def _update(self, groups: list[Group], step: int) -> StepResult:
-        batch = with_advantages(groups)
+        batch = with_advantages(groups, self._experiment.algorithm)
         if self._experiment.algorithm.permute_advantages:
             batch = permute_advantages(batch, self._experiment.run.seed, step)
         result = self._engine.train_step(batch, step)
@@ -119,7 +117,7 @@ class Trainer:
         if self._skipped_steps == MAX_SKIPPED_STEPS:
             raise UserError(
                 f"The gradient was not finite in {MAX_SKIPPED_STEPS} steps in a row, the last being step {step}: lower "
-                "algorithm.lr or algorithm.behaviour_weight_cap and continue from the last checkpoint."
+                "optimizer.lr and continue from the last checkpoint."
             )
         return result
 
@@ -161,21 +159,11 @@ def train(args: argparse.Namespace, experiment: Experiment, leader: Leader | Non
     model_path = find_model(experiment.model, settings)
     wait_s = experiment.run.start_deadline_s + experiment.run.step_deadline_s
     ranks = join_ranks(experiment.run.start_deadline_s, wait_s)
-    algorithm, dtype = experiment.algorithm, torch_dtype(experiment.model.dtype)
-    check_memory(model_path, experiment.model.dtype, plan.zero_stage, ranks)
+    needs_reference = experiment.algorithm.needs_reference
+    check_memory(model_path, experiment.model.dtype, plan.zero_stage, ranks, with_reference=needs_reference)
     torch.manual_seed(experiment.run.seed)
-    max_context = experiment.model.max_context
-    recompute = recomputes(plan.micro_batch_tokens, max_context)
-    policy = load_policy(model_path, algorithm.temperature, max_context, dtype, recompute=recompute)
-    engine = Engine(
-        policy.to(ranks.device),
-        algorithm,
-        experiment.run.steps,
-        ranks,
-        dtype,
-        zero_stage=plan.zero_stage,
-        micro_batch_tokens=plan.micro_batch_tokens,
-    )
+    sizes = {"zero_stage": plan.zero_stage, "micro_batch_tokens": plan.micro_batch_tokens}
+    engine = load_engine(model_path, experiment, ranks, **sizes)
     if args.resume_step:
         (lineage,) = ranks.share([leader.checkpoint_lineage(args.resume_step) if leader else 0])
         load_checkpoint(run, lineage, args.resume_step, engine, ranks)

@@ -169,7 +169,7 @@ def assert_tracked(settings: Settings, mlflow_run_id: str, status: str) -> None:
     client = MlflowClient(f"sqlite:///{settings.local.home / 'mlflow.db'}")
     parent = client.get_run(mlflow_run_id)
     assert parent.info.status == status
-    assert parent.data.params["algorithm.lr"] == "0.001"
+    assert parent.data.params["optimizer.lr"] == "0.001"
     children = client.search_runs([parent.info.experiment_id], f"tags.`mlflow.parentRunId` = '{mlflow_run_id}'")
     assert {child.data.tags["hexflow.role"] for child in children} == {"trainer", "replica"}
     assert "RUNNING" not in {child.info.status for child in children}

@@ -46,7 +46,8 @@ def test_a_real_stack_starts_heals_and_ends(stack_settings: Settings) -> None:
     assert set(first.members) == {"prefect", "mlflow", "worker-control", "worker-fast", "worker-slow"}
     api = PrefectApi(first.prefect_url)
     form = api.call("GET", "/deployments/name/rl/rl")["parameter_openapi_schema"]
-    assert form["definitions"]["AlgorithmSection"]["properties"]["lr"]["description"]
+    assert form["definitions"]["OptimizerSection"]["properties"]["lr"]["description"]
+    assert form["definitions"]["Cispo"]["properties"]["weight_cap"]["description"]
     placed = api.call("GET", "/deployments/name/rollout/slow")
     assert (placed["work_pool_name"], placed["work_queue_name"]) == ("slow", "tester")
     with pytest.raises(UserError, match=r"Additional properties are not allowed \('runn' was unexpected\)$"):

@@ -13,10 +13,11 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tasks.config.training import AlgorithmSection
+from tasks.config.training import OptimizerSection
 from tasks.exchange.trajectories import Group, Outcome, Segment, Trajectory
-from tasks.training.algorithms.losses import permute_advantages, with_advantages
+from tasks.training.algorithms import DecoupledPpo
 from tasks.training.engine import Engine, StepResult
+from tasks.training.groups import permute_advantages, with_advantages
 from tasks.training.policy import Policy, load_policy
 from tests.support.places import REPOSITORY
 from tests.support.training import make_engine, tiny_model
@@ -42,7 +43,7 @@ def replay(recording: dict[str, Any], tiny_random: Path) -> Replay:
     start = engine.state_dict(torch.float32)
     results = []
     for step, groups in enumerate(recorded_groups(recording["model"])):
-        batch = with_advantages(groups)
+        batch = with_advantages(groups, DecoupledPpo())
         if choices["permute_advantages"]:
             batch = permute_advantages(batch, RECORDED["seed"], step)
         results.append(engine.train_step(batch, step))
@@ -62,8 +63,17 @@ def digest(weight: Tensor) -> list[float]:
 
 
 def _engine(model: str, choices: dict[str, Any], tiny_random: Path) -> Engine:
-    of_the_plan = {"zero_stage", "tokens_per_micro_batch"}
-    algorithm = AlgorithmSection.model_validate({k: v for k, v in choices.items() if k not in of_the_plan})
+    algorithm = DecoupledPpo(clip=choices["clip"], behaviour_weight_cap=choices["behaviour_weight_cap"])
+    optimizer = OptimizerSection(
+        lr=choices["lr"],
+        schedule=choices["lr_schedule"],
+        warmup_steps=choices["warmup_steps"],
+        beta1=choices["adam_beta1"],
+        beta2=choices["adam_beta2"],
+        weight_decay=choices["weight_decay"],
+        gradient_clip=choices["gradient_clip"],
+        minibatches=choices["minibatches"],
+    )
     if model == "tiny-random":
         policy = load_policy(tiny_random, choices["temperature"], _MAX_CONTEXT, torch.float32)
     else:
@@ -72,6 +82,7 @@ def _engine(model: str, choices: dict[str, Any], tiny_random: Path) -> Engine:
         policy = Policy(small, choices["temperature"])
     return make_engine(
         algorithm,
+        optimizer,
         steps=len(recorded_groups(model)),
         policy=policy,
         zero_stage=choices["zero_stage"],

@@ -8,9 +8,12 @@ from pathlib import Path
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from tasks.config.training import AlgorithmSection
+from tasks.config.training import OptimizerSection
 from tasks.exchange.trajectories import Group, Outcome, Segment, Trajectory
+from tasks.training.algorithms import DecoupledPpo
+from tasks.training.algorithms.base import AlgorithmSection
 from tasks.training.engine import Engine
+from tasks.training.packing import MicroBatch
 from tasks.training.policy import Policy
 from tasks.training.ranks import Ranks, join_ranks
 
@@ -48,22 +51,27 @@ def tiny_model(layers: int = 2, seed: int = 0) -> Qwen3ForCausalLM:
 
 
 def make_engine(
-    algorithm: AlgorithmSection,
+    algorithm: AlgorithmSection | None = None,
+    optimizer: OptimizerSection | None = None,
+    *,
     steps: int = 10,
     seed: int = 0,
     policy: Policy | None = None,
+    reference: Policy | None = None,
     zero_stage: int = 0,
     micro_batch_tokens: int = 1024,
     dtype: torch.dtype = torch.float32,
 ) -> Engine:
     return Engine(
-        policy or Policy(tiny_model(seed=seed), algorithm.temperature),
-        algorithm,
+        policy or Policy(tiny_model(seed=seed), 1.0),
+        algorithm or DecoupledPpo(),
+        optimizer or OptimizerSection(),
         steps,
         one_rank(),
         dtype,
         zero_stage=zero_stage,
         micro_batch_tokens=micro_batch_tokens,
+        reference=reference,
     )
 
 
@@ -85,6 +93,17 @@ def random_groups(count: int, seed: int, answers: int = 4, version: int = 0) -> 
         prompt = tuple(integers(0, VOCABULARY, integers(2, 9)[0]))
         groups.append(Group(group_id, group_id, prompt, tuple(trajectories)))
     return groups
+
+
+def batch_of(
+    behaviour: list[float], advantages: list[float], mask: list[float], reference: list[float] | None = None
+) -> MicroBatch:
+    """A micro-batch for a loss alone: only what losses read is filled in."""
+    index = torch.zeros(len(mask), dtype=torch.long)
+    rows = (torch.tensor(behaviour), torch.tensor(advantages), torch.tensor(mask))
+    return MicroBatch(
+        index, index, index, index, index, index, *rows, index, None if reference is None else torch.tensor(reference)
+    )
 
 
 def parameters_of(engine: Engine) -> dict[str, torch.Tensor]:

@@ -115,8 +115,8 @@ def test_laptop_experiment_is_the_default() -> None:
 
 
 def test_a_misspelt_key_of_a_shipped_experiment_is_named() -> None:
-    with pytest.raises(UserError, match=r"unknown key 'algorithm\.lrr' \(did you mean 'lr'\?\)"):
-        load_experiment(EXPERIMENTS[0], ["algorithm.lrr=1"])
+    with pytest.raises(UserError, match=r"unknown key 'optimizer\.lrr' \(did you mean 'lr'\?\)"):
+        load_experiment(EXPERIMENTS[0], ["optimizer.lrr=1"])
 
 
 def test_files_and_functions_stay_short() -> None:

@@ -38,16 +38,16 @@ def test_shipped_experiments_fit_every_shipped_cluster_of_gpus(size: str) -> Non
     experiment = shipped(size)
     model, demand = read_model(Path(experiment.model.source)), demand_for(experiment)
     for file in sorted(CLUSTERS.glob("*.yaml")):
-        wish = TrainingWish(zero=experiment.algorithm.zero_stage)
+        wish = TrainingWish(zero=experiment.planner.zero_stage)
         problem = Problem(read_cluster(file), model, demand, training_wish=wish)
         if file.stem != "laptop":
-            assert {c.layout.zero for c in training_columns(problem)} == {experiment.algorithm.zero_stage}
+            assert {c.layout.zero for c in training_columns(problem)} == {experiment.planner.zero_stage}
             assert rollout_columns(problem)
 
 
 def test_a_cluster_is_planned_as_the_experiment_asks() -> None:
     """What-if opens layouts that it has no words for; devices it may not use are left out of both."""
-    asked = ("planner.train_type=h20", "planner.train_devices=4", "algorithm.zero_stage=2", "rollout.concurrency=40")
+    asked = ("planner.train_type=h20", "planner.train_devices=4", "planner.zero_stage=2", "rollout.concurrency=40")
     file, settings = CLUSTERS / "paper-h800-8-h20-16.yaml", load_settings()
     kept = study_cluster(shipped("1.5b", *asked), file, settings)
     (stage,) = kept.plan.trainer.stages
@@ -95,7 +95,7 @@ RATES = {kind: profile_of(kind, {64: 1e6}, 1e4) for kind in ("a", "b")}
 
 
 def test_a_run_is_planned_under_its_wishes_on_the_devices_that_it_may_use() -> None:
-    experiment = shipped("1.5b", "cluster.device_types=[b]", "planner.train_devices=2", "algorithm.zero_stage=2")
+    experiment = shipped("1.5b", "cluster.device_types=[b]", "planner.train_devices=2", "planner.zero_stage=2")
     plan = plan_run(experiment, GPUS, RATES, Path(experiment.model.source))
     assert {share.device_type for share in plan.shares} == {"b"}
     assert (plan.trainer.ranks, plan.trainer.zero_stage, plan.trainer.micro_batch_tokens) == (2, 2, 16384)
@@ -105,7 +105,7 @@ def test_a_run_is_planned_under_its_wishes_on_the_devices_that_it_may_use() -> N
 
 def test_a_resumed_run_keeps_the_ranks_and_the_zero_stage_of_its_checkpoint() -> None:
     """Also where the experiment wishes for another stage by now; what the devices cannot give is said."""
-    experiment = shipped("1.5b", "algorithm.zero_stage=2")
+    experiment = shipped("1.5b", "planner.zero_stage=2")
     source = Path(experiment.model.source)
     plan = plan_run(experiment, GPUS, RATES, source, WrittenBy(ranks=3, zero_stage=1))
     assert (plan.trainer.ranks, plan.trainer.zero_stage) == (3, 1)

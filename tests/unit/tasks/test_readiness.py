@@ -132,9 +132,9 @@ def test_memory_is_checked_before_anything_starts(settings: Settings, monkeypatc
     [
         ([40, 40], [], None),  # 1 M parameters: 16 MB to train, 4 MB and one context to generate
         ([12, 12], [], "needs 0.0 GiB on each device, but a big has"),
-        ([12, 12, 12, 12], ["algorithm.zero_stage=3"], None),
-        ([12, 12, 12, 12], ["algorithm.zero_stage=3", "planner.train_devices=1"], "zero_stage 3"),
-        ([4] * 16, ["algorithm.zero_stage=3"], "Generating with tiny-random needs"),
+        ([12, 12, 12, 12], ["planner.zero_stage=3"], None),
+        ([12, 12, 12, 12], ["planner.zero_stage=3", "planner.train_devices=1"], "zero_stage 3"),
+        ([4] * 16, ["planner.zero_stage=3"], "Generating with tiny-random needs"),
     ],
 )
 def test_gpus_too_small_however_they_are_split_are_refused(

@@ -118,7 +118,7 @@ def test_how_to_continue_a_cancelled_run_is_said_once(
     [
         (["train", "none.yaml"], "no experiment file none.yaml"),
         (["train", "bad.yaml"], "did you mean 'algorithm'"),
-        (["train", "good.yaml", "algorithm.lr=fast"], "algorithm.lr"),
+        (["train", "good.yaml", "optimizer.lr=fast"], "optimizer.lr"),
         (["plan", "bad.yaml"], "did you mean 'algorithm'"),
         (["resume", "none-1"], "no run none-1"),
         (["resume", "broken-1"], "the experiment of the run, cannot be read"),

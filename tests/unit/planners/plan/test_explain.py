@@ -279,7 +279,7 @@ def test_a_machine_of_two_types_becomes_two_nodes_that_reach_each_other() -> Non
 @pytest.mark.parametrize("size", ["1.5b", "7b", "14b"])
 def test_shipped_experiments_of_the_paper_are_planned(size: str) -> None:
     experiment = load_experiment(DEPLOYMENTS / "experiments" / f"r1-distill-qwen-{size}.yaml")
-    demand = demand_of(experiment.workload, experiment.algorithm.minibatches)
+    demand = demand_of(experiment.workload, experiment.optimizer.minibatches)
     assert demand.tokens_per_step == pytest.approx(2.56e6, rel=0.01)
     model = read_model(DEPLOYMENTS / "models" / Path(experiment.model.source).name)
     plan = plan_for(read_cluster(DEPLOYMENTS / "clusters" / "paper-h800-8-h20-48.yaml"), model, demand)

@@ -309,7 +309,7 @@ def test_smaller_micro_batches_are_the_remedy_where_they_let_a_model_fit() -> No
     cluster = cluster_of(**{"a100-80": 2, "h20": 1})
     only = TrainingWish(device_type="a100-80")
     short = replace(PAPER, response=LogNormal(mean=1000, q99=3000, cap=4000).lengths(), longest_tokens=4352)
-    with pytest.raises(UserError, match=r"with algorithm\.tokens_per_micro_batch=\d+ it fits") as refused:
+    with pytest.raises(UserError, match=r"with planner\.tokens_per_micro_batch=\d+ it fits") as refused:
         plan_for(cluster, SEVEN, replace(short, micro_batch_tokens=2**16), training_wish=only)
     tokens = int(str(refused.value).split("tokens_per_micro_batch=")[1].split()[0])
     plan = plan_for(cluster, SEVEN, replace(short, micro_batch_tokens=tokens), training_wish=only)

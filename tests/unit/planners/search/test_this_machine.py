@@ -448,7 +448,7 @@ def test_the_zero_stage_that_would_fit_is_named() -> None:
     devices = [Device(index=i, device_type=k, kind="cuda", memory_bytes=m) for k, m in sizes.items() for i in range(4)]
     machine = Machine(name="host", devices=tuple(devices))
     closest = (
-        r"training on \d × {0} \(ZeRO 0\) as planner.train_type {0} asks comes closest.*; with algorithm.zero_stage 3 "
+        r"training on \d × {0} \(ZeRO 0\) as planner.train_type {0} asks comes closest.*; with planner.zero_stage 3 "
     )
     for kind, remedy in (("big", "it fits"), ("small", "the smallest that would do is one machine with 1 ×")):
         with pytest.raises(UserError, match=closest.format(kind) + remedy):

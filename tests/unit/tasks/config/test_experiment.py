@@ -1,8 +1,11 @@
 """Reading experiments: overrides, and faults that name what is wrong and the remedy."""
 
+import json
 from pathlib import Path
+from typing import get_args
 
 import pytest
+import yaml
 
 from planners.errors import UserError
 from tasks.config.experiment import Experiment
@@ -13,8 +16,8 @@ TINY = EXPERIMENTS / "tiny.yaml"
 
 
 def test_overrides_change_single_values() -> None:
-    experiment = load_experiment(TINY, ["algorithm.lr=5e-7", "run.steps=3", "workload.max_staleness=0"])
-    assert experiment.algorithm.lr == 5e-7
+    experiment = load_experiment(TINY, ["optimizer.lr=5e-7", "run.steps=3", "workload.max_staleness=0"])
+    assert experiment.optimizer.lr == 5e-7
     assert experiment.run.steps == 3
     assert experiment.workload.max_staleness == 0
     assert experiment.model.source == "tiny-random"
@@ -23,13 +26,13 @@ def test_overrides_change_single_values() -> None:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("algorithm.lrr=1", r"unknown key 'algorithm.lrr' \(did you mean 'lr'\?\)"),
-        ("algoritm.lr=1", r"unknown key 'algoritm' \(did you mean 'algorithm'\?\)"),
+        ("optimizer.lrr=1", r"unknown key 'optimizer.lrr' \(did you mean 'lr'\?\)"),
+        ("algoritm.clip=1", r"unknown key 'algoritm' \(did you mean 'algorithm'\?\)"),
         ("run.steps=many", r"'run.steps' is 'many': input should be a valid integer"),
         ("workload.max_staleness=-1", r"'workload.max_staleness' is -1: input should be greater than or equal to 0"),
         ("workload.group_size=1", "advantages are normalised within a group: set it to 2 or more"),
         ("workload.max_new_tokens=5000", "above model.max_context 512"),
-        ("algorithm.minibatches=9", "each minibatch needs at least one group"),
+        ("optimizer.minibatches=9", "each minibatch needs at least one group"),
         ("reward.kind=reasoning_gym", "scores its own questions only"),
         ("data.kind=jsonl", "data.path is empty"),
         ("prompt.template=hello", r"lacks the placeholder \{question\}"),
@@ -38,10 +41,10 @@ def test_overrides_change_single_values() -> None:
         ("run.name=[", "not valid YAML"),
         ("run.name=Laptop", "use lower-case letters, digits and hyphens"),
         ("run.steps=true", r"'run.steps' is true: input should not be true or false"),
-        ("algorithm.zero_stage=true", "should not be true or false"),
+        ("planner.zero_stage=true", "should not be true or false"),
         ("run.steps=", r"'run.steps' is empty: input should be a valid integer"),
-        ("algorithm.lr=.inf", r"'algorithm.lr' is inf: input should be a finite number"),
-        ("algorithm.gradient_clip=.nan", "finite number"),
+        ("optimizer.lr=.inf", r"'optimizer.lr' is inf: input should be a finite number"),
+        ("optimizer.gradient_clip=.nan", "finite number"),
         ("workload.max_staleness=101", "less than or equal to 100"),
         (
             "workload.response_lengths={kind: samples, tokns: [1]}",
@@ -69,6 +72,8 @@ def test_overrides_change_single_values() -> None:
         ("data.task=nope", "task is for kind reasoning_gym, but kind is toy: leave it out or change the kind"),
         ("data.parameters={min_terms: 3}", "parameters is for kind reasoning_gym, but kind is toy"),
         ("data.path=some.jsonl", "path is for kind jsonl, but kind is toy"),
+        ("algorithm.clip=-1", r"'algorithm.clip' is -1: input should be greater than 0"),
+        ("algorithm.kind=reinforce", r"'algorithm' is .*'reinforce' .* expected tags: 'decoupled_ppo', 'cispo'"),
         ("workload.response_lengths={mean: 3}", "'workload.response_lengths' lacks the key 'kind'"),
         ("workload.response_lengths={kind: log-normal, mean: .inf, q99: 1, cap: 1}", r"response_lengths.mean' is inf"),
     ],
@@ -122,8 +127,8 @@ def test_yaml_that_says_something_else_than_it_seems_is_refused(text: str, messa
 
 def test_keys_that_are_merged_may_be_overridden(tmp_path: Path) -> None:
     """A YAML merge (`<<`) brings the same keys on purpose."""
-    (tmp_path / "merged.yaml").write_text("run: &base {steps: 1}\nworkload: {}\nalgorithm:\n  <<: {lr: 1}\n  lr: 2\n")
-    assert load_experiment(tmp_path / "merged.yaml").algorithm.lr == 2
+    (tmp_path / "merged.yaml").write_text("run: &base {steps: 1}\nworkload: {}\noptimizer:\n  <<: {lr: 1}\n  lr: 2\n")
+    assert load_experiment(tmp_path / "merged.yaml").optimizer.lr == 2
 
 
 def test_relative_paths_start_where_they_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,20 +161,77 @@ def test_a_stored_experiment_that_is_damaged_is_told(tmp_path: Path) -> None:
         read_resolved_experiment(path)
 
 
-def test_the_resolved_experiment_survives_storage() -> None:
-    experiment = load_experiment(TINY)
+@pytest.mark.parametrize("kind", ["decoupled_ppo", "cispo"])
+def test_the_resolved_experiment_survives_storage(kind: str) -> None:
+    experiment = load_experiment(TINY, [f"algorithm.kind={kind}", "algorithm.kl_coefficient=0.5"])
+    assert experiment.algorithm.kind == kind
     assert Experiment.model_validate_json(experiment.model_dump_json()) == experiment
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["algorithm.kind=cispo", "algorithm.clip=0.2"], "clip' is a key of kind decoupled_ppo, but the kind is cispo"),
+        (["algorithm.weight_cap=5"], "weight_cap' is a key of kind cispo, but the kind is decoupled_ppo"),
+    ],
+)
+def test_a_key_of_another_kind_is_refused_even_at_its_default(overrides: list[str], message: str) -> None:
+    with pytest.raises(UserError, match=f"algorithm.{message}"):
+        load_experiment(TINY, overrides)
+
+
+@pytest.mark.parametrize(
+    ("tree", "sentences"),
+    [
+        (
+            {"algorithm": {"lr": 1e-6, "temperature": 1.0, "clip": 0.2}},
+            [
+                "`algorithm.temperature` has moved, write `sampling.temperature`",
+                "`algorithm.lr` has moved, write `optimizer.lr`",
+                "write `algorithm.kind: decoupled_ppo` for the one of before",
+            ],
+        ),
+        ({"algorithm": {"kind": "cispo", "adam_beta2": 0.9}}, ["write `optimizer.beta2`"]),
+        ({"algorithm": {"minibatches": 2, "zero_stage": 1}}, ["`optimizer.minibatches`", "`planner.zero_stage`"]),
+        ({"algorithm": {"tokens_per_micro_batch": 2}}, ["`planner.tokens_per_micro_batch`"]),
+    ],
+)
+def test_experiments_of_before_are_told_what_to_write(
+    tree: dict[str, object], sentences: list[str], tmp_path: Path
+) -> None:
+    """In files, in overrides and in the experiment of a run of before."""
+    (tmp_path / "old.yaml").write_text(yaml.safe_dump(tree))
+    with pytest.raises(UserError) as of_file:
+        load_experiment(tmp_path / "old.yaml")
+    (tmp_path / "experiment.json").write_text(json.dumps(tree))
+    with pytest.raises(UserError) as of_run:
+        read_resolved_experiment(tmp_path / "experiment.json")
+    for sentence in sentences:
+        assert sentence in str(of_file.value)
+        assert sentence in str(of_run.value)
+    with pytest.raises(UserError, match=r"`algorithm.lr` has moved, write `optimizer.lr`"):
+        load_experiment(TINY, ["algorithm.lr=1e-6"])
 
 
 def test_every_field_says_what_it_is_and_in_which_unit() -> None:
     """The descriptions are the form in the Prefect UI."""
     for section, field in Experiment.model_fields.items():
         assert field.description, section
-        for name, inner in type(field.default).model_fields.items():
-            words = inner.description or ""
-            assert words, f"{section}.{name}"
-            assert not name.endswith("_s") or "econds" in words, f"{section}.{name} has no unit"
-            assert "tokens" not in name or "tokens" in words, f"{section}.{name} has no unit"
+        for kind in get_args(field.annotation) or [type(field.default)]:
+            for name, inner in kind.model_fields.items():
+                words = inner.description or ""
+                assert words, f"{section}.{name}"
+                assert not name.endswith("_s") or "econds" in words, f"{section}.{name} has no unit"
+                assert "tokens" not in name or "tokens" in words, f"{section}.{name} has no unit"
+
+
+def test_the_form_offers_the_kinds_of_a_union_as_a_choice() -> None:
+    """The Prefect UI knows no `oneOf`."""
+    schema = Experiment.model_json_schema()
+    choices = schema["properties"]["algorithm"]["anyOf"]
+    assert [choice["$ref"].rpartition("/")[2] for choice in choices] == ["DecoupledPpo", "Cispo"]
+    assert schema["properties"]["algorithm"]["default"]["kind"] == "decoupled_ppo"
+    assert schema["$defs"]["Cispo"]["properties"]["kind"]["default"] == "cispo"
 
 
 def test_no_default_is_empty_in_the_form() -> None:

@@ -45,7 +45,7 @@ def dead_uri() -> str:
 
 
 def test_a_run_and_its_attempts_reach_the_store(store: str, client: "MlflowClient", tmp_path: Path) -> None:
-    params = {"algorithm": {"lr": 1e-6}, "cluster": {"device_types": None}, "prompt": {"template": "x" * 7000}}
+    params = {"optimizer": {"lr": 1e-6}, "cluster": {"device_types": None}, "prompt": {"template": "x" * 7000}}
     parent = Tracker.parent(store, "study", "run-1", params, {"hexflow.run": "run-1"})
     assert parent.run_id is not None
     picture = tmp_path / "curves.png"
@@ -60,7 +60,7 @@ def test_a_run_and_its_attempts_reach_the_store(store: str, client: "MlflowClien
 
     run = client.get_run(parent.run_id)
     assert (run.info.status, run.info.experiment_id) == ("FINISHED", parent.experiment_id)
-    assert run.data.params["algorithm.lr"] == "1e-06"
+    assert run.data.params["optimizer.lr"] == "1e-06"
     assert run.data.params["cluster.device_types"] == "null"
     assert run.data.params["prompt.template"].startswith("xxx")
     assert run.data.tags["hexflow.run"] == "run-1"

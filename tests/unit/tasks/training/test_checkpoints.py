@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from planners.errors import UserError
-from tasks.config.training import AlgorithmSection
+from tasks.config.training import OptimizerSection
 from tasks.exchange.files import is_temporary, target_of, temporary_sibling
 from tasks.exchange.layout import RunDirectory
-from tasks.training.algorithms.losses import with_advantages
+from tasks.training.algorithms import DecoupledPpo
 from tasks.training.checkpoints import (
     delete_checkpoints,
     found_checkpoints,
@@ -22,6 +22,7 @@ from tasks.training.checkpoints import (
     save_checkpoint,
 )
 from tasks.training.engine import Engine
+from tasks.training.groups import with_advantages
 from tests.support.training import make_engine, one_rank, parameters_of, random_groups
 
 
@@ -38,7 +39,7 @@ def confirm() -> None:
 
 def train(engine: Engine, first: int, last: int) -> None:
     for step in range(first, last):
-        engine.train_step(with_advantages(random_groups(4, seed=step)), step)
+        engine.train_step(with_advantages(random_groups(4, seed=step), DecoupledPpo()), step)
 
 
 def draws() -> list[float]:
@@ -47,8 +48,8 @@ def draws() -> list[float]:
 
 @pytest.mark.parametrize("zero_stage", [0, 2])
 def test_resuming_equals_never_stopping(run: RunDirectory, zero_stage: int) -> None:
-    algorithm = AlgorithmSection(lr=1e-2, lr_schedule="cosine", warmup_steps=2, minibatches=2)
-    engine = make_engine(algorithm, zero_stage=zero_stage)
+    optimizer = OptimizerSection(lr=1e-2, schedule="cosine", warmup_steps=2, minibatches=2)
+    engine = make_engine(optimizer=optimizer, zero_stage=zero_stage)
     train(engine, 0, 3)
     random.seed(1)
     np.random.seed(2)
@@ -59,7 +60,7 @@ def test_resuming_equals_never_stopping(run: RunDirectory, zero_stage: int) -> N
     train(engine, 3, 6)
     expected = parameters_of(engine)
 
-    resumed = make_engine(algorithm, seed=9, zero_stage=zero_stage)
+    resumed = make_engine(optimizer=optimizer, seed=9, zero_stage=zero_stage)
     load_checkpoint(run, 0, 3, resumed, one_rank())
     assert draws() == expected_draws
     train(resumed, 3, 6)
@@ -72,7 +73,7 @@ def test_a_replaced_trainer_leaves_no_checkpoint(run: RunDirectory) -> None:
         raise RuntimeError("replaced")
 
     with pytest.raises(RuntimeError, match="replaced"):
-        save_checkpoint(run, 1, 0, make_engine(AlgorithmSection()), one_rank(), replaced)
+        save_checkpoint(run, 1, 0, make_engine(), one_rank(), replaced)
     assert list(run.checkpoints.iterdir()) == []
 
 
@@ -80,7 +81,7 @@ def test_a_replaced_trainer_leaves_no_checkpoint(run: RunDirectory) -> None:
 def test_a_full_disk_is_told_apart_from_other_failures(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch, free_bytes: int, error: type[Exception]
 ) -> None:
-    engine = make_engine(AlgorithmSection())
+    engine = make_engine()
 
     def fail(*_: object, **__: object) -> None:
         raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 576 vs 534")
@@ -106,7 +107,7 @@ def test_only_what_a_trainer_knew_of_and_what_killed_ones_left_goes(run: RunDire
 
 
 def test_a_checkpoint_that_cannot_be_continued_is_named(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = make_engine(AlgorithmSection())
+    engine = make_engine()
     with pytest.raises(UserError, match=r"no checkpoint lineage-000-step-000004: .*resume"):
         load_checkpoint(run, 0, 4, engine, one_rank())
     save_checkpoint(run, 4, 0, engine, one_rank(), confirm)

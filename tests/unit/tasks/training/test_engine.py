@@ -6,18 +6,28 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
-from tasks.config.training import AlgorithmSection
+from tasks.config.training import OptimizerSection
 from tasks.exchange.trajectories import Group, Outcome, Segment, Trajectory
-from tasks.training.algorithms.losses import permute_advantages, policy_loss, with_advantages
+from tasks.training import groups as groups_module
+from tasks.training.algorithms import Cispo, DecoupledPpo
+from tasks.training.algorithms.base import AlgorithmSection, LossSums
 from tasks.training.engine import Engine, lr_factor
+from tasks.training.groups import permute_advantages
 from tasks.training.packing import MicroBatch, TrainingGroup, hand_of, lay_out
 from tasks.training.policy import Policy, load_policy
 from tests.support.training import make_engine, parameters_of, random_groups, save_tiny_model, tiny_model
 
+PPO = DecoupledPpo()
 
-def algorithm(**values: object) -> AlgorithmSection:
-    return AlgorithmSection.model_validate({"lr": 1e-2, "gradient_clip": 0.5, **values})
+
+def adamw(**values: object) -> OptimizerSection:
+    return OptimizerSection.model_validate({"lr": 1e-2, "gradient_clip": 0.5, **values})
+
+
+def with_advantages(groups: Sequence[Group]) -> list[TrainingGroup]:
+    return groups_module.with_advantages(groups, PPO)
 
 
 def plain_logprobs(model: torch.nn.Module, group: TrainingGroup, k: int) -> torch.Tensor:
@@ -28,14 +38,14 @@ def plain_logprobs(model: torch.nn.Module, group: TrainingGroup, k: int) -> torc
 
 
 def plain_steps(
-    algorithm: AlgorithmSection, batches: list[list[TrainingGroup]]
+    choices: OptimizerSection, batches: list[list[TrainingGroup]]
 ) -> tuple[dict[str, torch.Tensor], list[float]]:
     """The same steps in plain PyTorch: no packing, no micro-batches, no DeepSpeed."""
     model = tiny_model()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=algorithm.lr, betas=(0.9, 0.99), weight_decay=0.0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=choices.lr, betas=(0.9, 0.99), weight_decay=0.0)
     norms = []
     for groups in batches:
-        n = algorithm.minibatches
+        n = choices.minibatches
         chunks = [groups[k::n] for k in range(n)]
         prox = [
             [plain_logprobs(model, g, k).detach() for g in chunk for k in range(len(g.answers))] for chunk in chunks
@@ -46,15 +56,15 @@ def plain_steps(
                 for k, advantage in enumerate(group.advantages):
                     new = plain_logprobs(model, group, k)
                     behave = torch.tensor(group.answers[k].segments[0].logprobs)
-                    weight = (old[at] - behave).exp().clamp(max=algorithm.behaviour_weight_cap)
+                    weight = (old[at] - behave).exp().clamp(max=PPO.behaviour_weight_cap)
                     ratio = (new - old[at]).exp()
-                    bounded = ratio.clamp(1 - algorithm.clip, 1 + algorithm.clip)
+                    bounded = ratio.clamp(1 - PPO.clip, 1 + PPO.clip)
                     total = total + (weight * torch.maximum(-advantage * ratio, -advantage * bounded)).sum()
                     tokens += len(new)
                     at += 1
             optimizer.zero_grad()
             (total / tokens).backward()
-            norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), algorithm.gradient_clip)))
+            norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), choices.gradient_clip)))
             optimizer.step()
     return dict(model.named_parameters()), norms
 
@@ -63,10 +73,10 @@ def plain_steps(
 @pytest.mark.parametrize(("minibatches", "micro_batch_tokens"), [(1, 40), (3, 40), (3, 12)])
 def test_steps_equal_plain_pytorch(zero_stage: int, minibatches: int, micro_batch_tokens: int) -> None:
     """Also where most groups are above the budget."""
-    choices = algorithm(minibatches=minibatches)
+    choices = adamw(minibatches=minibatches)
     batches = [with_advantages(random_groups(6, seed)) for seed in range(2)]
     expected, norms = plain_steps(choices, batches)
-    engine = make_engine(choices, zero_stage=zero_stage, micro_batch_tokens=micro_batch_tokens)
+    engine = make_engine(PPO, choices, zero_stage=zero_stage, micro_batch_tokens=micro_batch_tokens)
     results = [engine.train_step(groups, step) for step, groups in enumerate(batches)]
     trained = parameters_of(engine)
     assert trained.keys() == expected.keys()
@@ -83,7 +93,7 @@ def test_a_split_group_trains_like_a_whole_one(minibatches: int) -> None:
     groups = with_advantages(random_groups(6, seed=0, answers=16))
     results, weights = [], []
     for budget in (10_000, 30, 1):
-        engine = make_engine(algorithm(minibatches=minibatches), micro_batch_tokens=budget)
+        engine = make_engine(PPO, adamw(minibatches=minibatches), micro_batch_tokens=budget)
         results.append(engine.train_step(groups, 0))
         weights.append(parameters_of(engine))
     for result, trained in zip(results[1:], weights[1:], strict=True):
@@ -102,7 +112,7 @@ def test_ranks_that_share_groups_add_up_to_one() -> None:
         total = 0.0
         for batch in batches:
             logprobs, entropy = policy(batch)
-            sums = policy_loss(logprobs, logprobs.detach(), entropy, batch, clip=0.2, weight_cap=2.0)
+            sums = PPO.loss(logprobs, logprobs.detach(), entropy, batch)
             sums.loss.backward()
             total += float(sums.loss.detach())
         return total, [parameter.grad.clone() for parameter in policy.parameters() if parameter.grad is not None]
@@ -123,7 +133,7 @@ def test_recomputed_layers_train_like_kept_ones(zero_stage: int, tmp_path: Path)
         policy = load_policy(tmp_path, 1.0, 64, torch.float32, recompute=recompute)
         calls: list[None] = []
         policy.model.model.layers[0].mlp.register_forward_pre_hook(lambda *_, calls=calls: calls.append(None))
-        engine = make_engine(algorithm(minibatches=2), policy=policy, zero_stage=zero_stage, micro_batch_tokens=40)
+        engine = make_engine(PPO, adamw(minibatches=2), policy=policy, zero_stage=zero_stage, micro_batch_tokens=40)
         for step in range(2):
             assert engine.train_step(groups, step).skipped == 0
         weights.append(parameters_of(engine))
@@ -135,7 +145,7 @@ def test_recomputed_layers_train_like_kept_ones(zero_stage: int, tmp_path: Path)
 
 @pytest.mark.parametrize("zero_stage", [0, 2])
 def test_an_update_that_is_not_finite_changes_nothing_and_is_counted(zero_stage: int) -> None:
-    engine = make_engine(algorithm(), zero_stage=zero_stage, micro_batch_tokens=40)
+    engine = make_engine(PPO, adamw(), zero_stage=zero_stage, micro_batch_tokens=40)
     groups = with_advantages(random_groups(6, seed=0))
     engine.train_step(groups, 0)
     before = parameters_of(engine)
@@ -150,7 +160,7 @@ def test_an_update_that_is_not_finite_changes_nothing_and_is_counted(zero_stage:
 
 @pytest.mark.parametrize("zero_stage", [0, 3])
 def test_a_step_without_any_gradient_leaves_the_policy_alone_and_still_measures_it(zero_stage: int) -> None:
-    engine = make_engine(algorithm(), zero_stage=zero_stage, micro_batch_tokens=40)
+    engine = make_engine(PPO, adamw(), zero_stage=zero_stage, micro_batch_tokens=40)
     groups = with_advantages(random_groups(3, seed=0))
     engine.train_step(groups, 0)
     before = parameters_of(engine)
@@ -167,15 +177,15 @@ def test_a_step_without_any_gradient_leaves_the_policy_alone_and_still_measures_
 
 
 def test_learning_rate_warms_up_and_decays() -> None:
-    warm = algorithm(warmup_steps=4)
+    warm = adamw(warmup_steps=4)
     assert [lr_factor(warm, step, 10) for step in range(5)] == [0.25, 0.5, 0.75, 1.0, 1.0]
-    linear = algorithm(lr_schedule="linear")
+    linear = adamw(schedule="linear")
     assert [lr_factor(linear, step, 4) for step in range(4)] == [1.0, 0.75, 0.5, 0.25]
-    cosine = algorithm(lr_schedule="cosine", warmup_steps=1)
+    cosine = adamw(schedule="cosine", warmup_steps=1)
     assert lr_factor(cosine, 1, 11) == 1.0
     assert lr_factor(cosine, 6, 11) == pytest.approx(0.5)
     assert 0 < lr_factor(cosine, 10, 11) < 0.1
-    engine = make_engine(algorithm(lr_schedule="linear"), steps=4)
+    engine = make_engine(PPO, adamw(schedule="linear"), steps=4)
     assert engine.train_step(with_advantages(random_groups(2, seed=0)), 3).metrics["lr"] == pytest.approx(2.5e-3)
 
 
@@ -203,19 +213,71 @@ def sampled_groups(engine: Engine, generator: torch.Generator) -> list[Group]:
 
 
 @pytest.mark.parametrize("permuted", [False, True])
-def test_learns_to_emit_the_target_unless_advantages_are_permuted(permuted: bool) -> None:
-    choices = algorithm(lr=6e-3, gradient_clip=1.0)
-    engine = make_engine(choices, steps=40, policy=Policy(tiny_model(layers=3), 1.0))
+@pytest.mark.parametrize(("algorithm", "minibatches"), [(PPO, 1), (Cispo(), 2)], ids=["decoupled_ppo", "cispo"])
+def test_learns_to_emit_the_target_unless_advantages_are_permuted(
+    algorithm: AlgorithmSection, minibatches: int, permuted: bool
+) -> None:
+    choices = adamw(lr=6e-3 / minibatches, gradient_clip=1.0, minibatches=minibatches)
+    engine = make_engine(algorithm, choices, steps=40, policy=Policy(tiny_model(layers=3), 1.0))
     generator = torch.Generator().manual_seed(0)
-    rewards = []
+    rewards, updates = [], []
     for step in range(40):
         groups = sampled_groups(engine, generator)
         rewards.append(sum(t.reward for g in groups for t in g.trajectories) / 32)
-        batch = with_advantages(groups)
-        engine.train_step(permute_advantages(batch, 0, step) if permuted else batch, step)
+        batch = groups_module.with_advantages(groups, algorithm)
+        result = engine.train_step(permute_advantages(batch, 0, step) if permuted else batch, step)
+        updates.append(result.updates)
+    assert max(updates) == minibatches
     first, last = sum(rewards[:5]) / 5, sum(rewards[-5:]) / 5
     assert first < 0.15
     if permuted:
         assert last < 0.3
     else:
         assert last > 0.8
+
+
+def test_weights_are_capped_once_an_update_has_moved_the_policy() -> None:
+    """Of a generator that agrees with the trainer no token is capped in the first update; the second has moved away."""
+    algorithm = Cispo(weight_cap=1.001)
+    engine = make_engine(algorithm, adamw(lr=5e-2, minibatches=2))
+    sampled = groups_module.with_advantages(sampled_groups(engine, torch.Generator().manual_seed(0)), algorithm)
+    groups = [group for group in sampled if algorithm.keeps(group.advantages)]
+    before = make_engine(algorithm, adamw(lr=5e-2)).train_step(groups, 0).metrics
+    assert (before["weight/max"], before["weight/capped_share"]) == (pytest.approx(1, abs=1e-4), 0)
+    metrics = engine.train_step(groups, 0).metrics
+    assert metrics["weight/max"] > 1.1
+    assert 0 < metrics["weight/capped_share"] < 1
+
+
+@pytest.mark.parametrize("minibatches", [1, 2])
+def test_reference_log_probabilities_are_those_of_the_model_that_the_run_began_with(minibatches: int) -> None:
+    """As Hugging Face computes them, after steps that have moved the policy; none without an algorithm that asks."""
+    seen: list[MicroBatch] = []
+
+    class Watching(Cispo):
+        def loss(self, logprobs: Tensor, prox_logprobs: Tensor, entropy: Tensor, batch: MicroBatch) -> LossSums:
+            seen.append(batch)
+            return super().loss(logprobs, prox_logprobs, entropy, batch)
+
+    reference = tiny_model()
+    engine = make_engine(
+        Watching(kl_coefficient=0.1), adamw(minibatches=minibatches), reference=Policy(reference, 1.0).eval()
+    )
+    groups = with_advantages(random_groups(2, seed=0))
+    metrics = [engine.train_step(groups, step).metrics for step in range(3)]
+    assert len(seen) == 3 * minibatches
+    expected = [plain_logprobs(reference, group, k).detach() for group in groups for k in range(len(group.answers))]
+    for step in range(3):
+        batches = seen[step * minibatches : (step + 1) * minibatches]
+        found = torch.cat([batch.reference_logprobs for batch in batches if batch.reference_logprobs is not None])
+        torch.testing.assert_close(found.sort()[0], torch.cat(expected).sort()[0], atol=1e-5, rtol=1e-5)
+        assert not found.requires_grad
+    divergences = [of_step["reference_kl"] for of_step in metrics]
+    assert (divergences[0] < 1e-9) == (minibatches == 1)
+    assert divergences[2] > divergences[0]
+
+    with pytest.raises(ValueError, match="cispo needs a reference policy"):
+        make_engine(Cispo(kl_coefficient=0.1))
+    seen.clear()
+    make_engine(Watching()).train_step(groups, 0)
+    assert all(batch.reference_logprobs is None for batch in seen)

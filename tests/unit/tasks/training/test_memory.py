@@ -10,7 +10,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from planners.costs.memory import training_states
 from planners.errors import UserError
 from planners.workload.model import ELEMENT_BYTES, Dtype, read_model
-from tasks.config.training import AlgorithmSection
 from tasks.models.dtypes import torch_dtype
 from tasks.training import memory
 from tasks.training.engine import Engine
@@ -52,7 +51,6 @@ def test_deepspeed_holds_what_the_planner_counts(dtype: Dtype, zero_stage: int, 
     model = read_model(save_tiny_model(tmp_path / "model"), ELEMENT_BYTES[dtype])
     before = held_bytes()
     engine = make_engine(
-        AlgorithmSection(),
         policy=Policy(tiny_model().to(torch_dtype(dtype)), 1.0),
         zero_stage=zero_stage,
         dtype=torch_dtype(dtype),
@@ -65,14 +63,13 @@ def test_deepspeed_holds_what_the_planner_counts(dtype: Dtype, zero_stage: int, 
 
 
 def test_memory_is_checked_before_the_model_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the 16 bytes that each parameter takes in float32."""
+    """Of the 16 bytes that each parameter takes in float32, and 4 more in the model that the run began with."""
     path = save_tiny_model(tmp_path / "model")
     parameters = sum(parameter.numel() for parameter in tiny_model().parameters())
     assert read_model(path).parameters == parameters
-    for spare_bytes, message in ((0, None), (-1, "GiB are free on cpu: free memory")):
-        monkeypatch.setattr(memory, "memory_bytes", lambda spare=spare_bytes: (2**40, 16 * parameters + spare))
-        if message is None:
-            memory.check_memory(path, "float32", 0, one_rank())
-        else:
-            with pytest.raises(UserError, match=message):
-                memory.check_memory(path, "float32", 0, one_rank())
+    for with_reference, needed in ((False, 16 * parameters), (True, 20 * parameters)):
+        monkeypatch.setattr(memory, "memory_bytes", lambda free=needed: (2**40, free))
+        memory.check_memory(path, "float32", 0, one_rank(), with_reference=with_reference)
+        monkeypatch.setattr(memory, "memory_bytes", lambda free=needed - 1: (2**40, free))
+        with pytest.raises(UserError, match="GiB are free on cpu: free memory"):
+            memory.check_memory(path, "float32", 0, one_rank(), with_reference=with_reference)

@@ -20,7 +20,7 @@ from planners.workload.step import Workload
 from tasks.config.experiment import Experiment
 from tasks.config.sections import ModelSection, RunSection
 from tasks.config.settings import Settings
-from tasks.config.training import AlgorithmSection
+from tasks.config.training import OptimizerSection
 from tasks.exchange.files import write_json
 from tasks.exchange.layout import RunDirectory
 from tasks.exchange.ledger import Fenced, Ledger
@@ -29,9 +29,9 @@ from tasks.exchange.weights import verify_weights
 from tasks.lifecycle.heartbeat import Heartbeat
 from tasks.machine.processes import ProcessGroup
 from tasks.tracking.tracker import Tracker
-from tasks.training.algorithms.losses import with_advantages
 from tasks.training.checkpoints import found_checkpoints, latest_checkpoint
 from tasks.training.engine import Engine, StepResult
+from tasks.training.groups import with_advantages
 from tasks.training.launch import run_ranks, run_trainer
 from tasks.training.leader import Leader, batch_metrics
 from tasks.training.packing import TrainingGroup
@@ -89,7 +89,7 @@ def make_run(settings: Settings, experiment: Experiment, plan: RunPlan = PLAN) -
 def make_experiment(model_path: Path, steps: int) -> Experiment:
     return Experiment(
         model=ModelSection(source=str(model_path)),
-        algorithm=AlgorithmSection(lr=1e-3),
+        optimizer=OptimizerSection(lr=1e-3),
         workload=Workload(prompts_per_step=3, group_size=4),
         run=RunSection(steps=steps, checkpoint_every=2, start_deadline_s=120, step_deadline_s=120),
     )
@@ -97,10 +97,11 @@ def make_experiment(model_path: Path, steps: int) -> Experiment:
 
 def replayed(run: RunDirectory, ledger: Ledger, experiment: Experiment) -> dict[str, torch.Tensor]:
     """The weights after training in this process, without interruption, on the groups that the ledger names."""
-    engine = make_engine(experiment.algorithm, steps=experiment.run.steps, micro_batch_tokens=40)
+    engine = make_engine(experiment.algorithm, experiment.optimizer, steps=experiment.run.steps, micro_batch_tokens=40)
     for step in range(experiment.run.steps):
         ids = [row.group_id for row in ledger.groups(RUN) if row.step == step]
-        engine.train_step(with_advantages([load_group(run.group_path(group_id)) for group_id in ids]), step)
+        groups = [load_group(run.group_path(group_id)) for group_id in ids]
+        engine.train_step(with_advantages(groups, experiment.algorithm), step)
     return parameters_of(engine)
 
 
