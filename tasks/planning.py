@@ -1,13 +1,14 @@
 """Plans made from an experiment: for this machine, as `rl` runs them, and for a described cluster."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pydantic import Field
 
 from planners.costs.sync import SyncMode
-from planners.errors import UserError
+from planners.errors import PlanError, UserError
 from planners.hardware.machine import Machine
 from planners.hardware.profile import DeviceProfile
 from planners.hardware.topology import Topology, discovered, read_cluster
@@ -28,6 +29,26 @@ from tasks.training.checkpoints import WrittenBy
 from tasks.wishes import check_type, usable_devices
 
 _CURVE = (0.25, 0.5, 0.75, 1.0)
+NAMES = {
+    "train_type": "planner.train_type",
+    "train_devices": "planner.train_devices",
+    "zero_stage": "planner.zero_stage",
+    "micro_batch_tokens": "planner.tokens_per_micro_batch",
+    "minibatches": "optimizer.minibatches",
+    "max_context": "model.max_context",
+    "what_if": "--what-if",
+    "write_plan": "`hexflow plan … --json FILE`",
+}
+"""What a person calls the planner's choices: keys of the experiment, and of what is beside it the flags."""
+
+
+@contextmanager
+def in_keys() -> Iterator[None]:
+    """Faults of the planner leave it with the names that a person knows."""
+    try:
+        yield
+    except PlanError as error:
+        raise error.called(NAMES) from None
 
 
 def plan_run(
@@ -68,7 +89,8 @@ def plan_run(
         profiles=profiles,
         training_wish=wish_for(experiment, checkpoint),
     )
-    return plan_machine(problem)
+    with in_keys():
+        return plan_machine(problem)
 
 
 class ClusterWish(Section):
@@ -99,8 +121,8 @@ class ClusterStudy:
         idle = any(m.training + m.rollout < m.devices for m in plan.machines)
         asks = idle and not problem.what_if and problem.topology.devices < MOST_DEVICES
         opened = what_if_gain(problem, plan) if asks else None
-        words = explain(plan, next_device_gains(problem, plan), opened=opened)
-        return "\n".join([words, *memory_remedy(problem, plan)])
+        words = explain(plan, next_device_gains(problem, plan), opened=opened, names=NAMES)
+        return "\n".join([words, *memory_remedy(problem, plan, NAMES)])
 
     def budget_curve(self) -> list[tuple[float, ClusterPlan]]:
         """The best plan for quarters of what the whole cluster costs, in USD/h; budgets that buy none are left out."""
@@ -142,8 +164,9 @@ def study_cluster(
     directory = source if source.is_dir() else prepare_model(experiment.model, settings)
     model = read_model(directory, ELEMENT_BYTES[experiment.model.dtype])
     tell(f"planning {topology.devices:,} devices")
-    problem = Problem(topology, model, demand, what_if=wish.what_if, sync_mode=wish.sync_mode, training_wish=asked)
-    plan = make_plan(problem, goal)
+    with in_keys():
+        problem = Problem(topology, model, demand, what_if=wish.what_if, sync_mode=wish.sync_mode, training_wish=asked)
+        plan = make_plan(problem, goal)
     tell("simulating the plan")
     return ClusterStudy(with_simulated_step(plan), problem, goal)
 

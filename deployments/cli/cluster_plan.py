@@ -17,7 +17,7 @@ from planners.search.make import rounded_down
 from tasks.config.experiment import Experiment
 from tasks.config.settings import Settings
 from tasks.exchange.files import write_atomic, write_json
-from tasks.planning import ClusterWish, study_cluster
+from tasks.planning import ClusterWish, in_keys, study_cluster
 
 TELL_EVERY_S = 5.0
 CHART_STEPS = 300
@@ -57,7 +57,9 @@ def simulate_plan(plan_file: Path, console: Console, json_file: Path | None, *, 
     Raises:
         UserError: the file is no plan, or it takes too long.
     """
-    plan, draws = read_plan(plan_file), steps <= CHART_STEPS
+    with in_keys():
+        plan = read_plan(plan_file)
+    draws = steps <= CHART_STEPS
     with _telling() as tell:
 
         def tell_step(step: int) -> None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Literal
 
-from planners.errors import UserError
+from planners.errors import UnknownDevice
 
 GEMM_TOKENS = (1.0, 16.0, 64.0, 128.0, 256.0, 512.0, 1024.0, 4096.0, 8192.0)
 
@@ -260,10 +260,10 @@ def device_type(name: str) -> DeviceType:
     """The catalogue's entry.
 
     Raises:
-        UserError: no such type; the nearest name is given.
+        UnknownDevice: no such type; the nearest name is given.
     """
     if name in CATALOGUE:
         return CATALOGUE[name]
     near = difflib.get_close_matches(name.lower(), CATALOGUE, n=1, cutoff=0.4)
     hint = f"did you mean '{near[0]}'?" if near else f"known types: {', '.join(sorted(CATALOGUE))}."
-    raise UserError(f"Unknown device type '{name}': {hint}")
+    raise UnknownDevice(f"Unknown device type '{name}': {hint}")

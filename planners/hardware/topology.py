@@ -12,7 +12,7 @@ from pathlib import Path
 
 from pydantic import ConfigDict, Field
 
-from planners.errors import UserError
+from planners.errors import UnknownDevice, UserError
 from planners.hardware.catalogue import CATALOGUE, DeviceType, device_type, measured_device
 from planners.hardware.machine import Device, Machine
 from planners.hardware.profile import DeviceProfile
@@ -173,7 +173,7 @@ def discovered(name: str, machines: Sequence[Machine], profiles: Mapping[str, De
         profiles: measured rates by device type; types without one are taken from the catalogue.
 
     Raises:
-        UserError: a type that is neither measured nor in the catalogue.
+        UnknownDevice: a type that is neither measured nor in the catalogue.
     """
     nodes: list[Node] = []
     for machine in machines:
@@ -248,7 +248,7 @@ def _group_devices(file: ClusterFile) -> dict[str, DeviceType]:
             wanted = group.device_type.lower()
             near = [name for name in CATALOGUE if name.startswith(wanted)]
             near = near or difflib.get_close_matches(wanted, CATALOGUE, n=1, cutoff=0.4)
-            raise UserError(
+            raise UnknownDevice(
                 f"Group {group.name} of cluster {file.name} has the unknown device type '{group.device_type}'"
                 + (f" (did you mean {' or '.join(near)}?)" if near else "")
                 + f": known types are {', '.join(sorted(CATALOGUE))}."

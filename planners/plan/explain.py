@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from itertools import groupby
 
 from planners.costs.memory import GIB
-from planners.errors import UserError
+from planners.errors import CHOICES, UserError, in_words
 from planners.plan.plan import ClusterPlan
 from planners.plan.simulator import Simulation, Span, shown_steps
 from planners.search.columns import Problem
@@ -25,6 +25,7 @@ def explain(
     *,
     budget_usd_per_h: float | None = None,
     opened: Gain | None = None,
+    names: Mapping[str, str] = CHOICES,
 ) -> str:
     """Why this split, how sure that is, and which device would help.
 
@@ -32,7 +33,8 @@ def explain(
         plan: the plan.
         gains: of one more device of each type, from `next_device_gains`.
         budget_usd_per_h: what it was planned for.
-        opened: what layouts that --what-if opens would bring, where that was asked.
+        opened: what layouts that do not run yet would bring, where that was asked.
+        names: those of choices, for `in_words`.
     """
     generating = Counter(t for replica in plan.replicas for t in [replica.device_type] * len(replica.devices))
     side, other = ("Training", "generation") if plan.limited_by == "training" else ("Generation", "training")
@@ -48,7 +50,7 @@ def explain(
         f"{rounded_down(plan.throughput_tokens_per_s)} response tokens/s{_price_words(plan)}.",
         *_simulated(plan),
         _certainty(plan),
-        *_left_out(plan, budget_usd_per_h, opened),
+        *(in_words(line, names) for line in _left_out(plan, budget_usd_per_h, opened)),
     ]
     fullest = max((n for n, m in plan.memory.items() if m.role == "train"), key=lambda name: _share(plan, name))
     lines.append(f"Memory is fullest on {fullest}: {_share(plan, fullest):.0%} of what may be used.")
@@ -140,7 +142,7 @@ def _left_out(plan: ClusterPlan, budget_usd_per_h: float | None, opened: Gain | 
     today = "" if plan.what_if or opened is None else " in layouts that run today"
     lines = [f"{devices} not needed: {found}{within}{today}."]
     if opened is not None and opened.share > NEGLIGIBLE:
-        lines.append(f"Layouts that --what-if opens would bring {_gain_words(opened)}.")
+        lines.append(f"Layouts that $what_if opens would bring {_gain_words(opened)}.")
     return lines
 
 

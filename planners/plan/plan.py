@@ -10,7 +10,7 @@ from pydantic import ConfigDict, Field, ValidationError, model_validator
 
 from planners.costs.memory import Memory, serving_memory
 from planners.costs.sync import SYNC_RUNS_TODAY, SyncMode
-from planners.errors import UserError
+from planners.errors import PlanError, UserError
 from planners.hardware.topology import Node
 from planners.plan.run import (
     Amount,
@@ -290,7 +290,7 @@ def read_plan(path: Path) -> ClusterPlan:
     try:
         return ClusterPlan.model_validate_json(path.read_text())
     except FileNotFoundError:
-        raise UserError(f"There is no plan file {path}: write one with `hexflow plan … --json FILE`.") from None
+        raise PlanError(f"There is no plan file {path}: write one with $write_plan.") from None
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"The plan file {path} cannot be read: {error}.") from None
     except ValidationError as error:

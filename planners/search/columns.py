@@ -23,7 +23,7 @@ from planners.costs.generation import TENSOR_RANKS, ServingCost
 from planners.costs.memory import GIB, serving_memory
 from planners.costs.sync import SYNC_RUNS_TODAY, SyncMode
 from planners.costs.training import Stage, TrainingCost, TrainingLayout
-from planners.errors import UserError
+from planners.errors import CannotGenerate, CannotTrain, DoesNotRun
 from planners.hardware.profile import DeviceProfile
 from planners.hardware.topology import Topology
 from planners.workload.demand import Demand
@@ -119,9 +119,9 @@ class TrainingWish:
 
     @property
     def words(self) -> str:
-        """Who is asked to train, such as `planner.train_type h20 and planner.train_devices 4`."""
-        asked = [f"planner.train_type {self.device_type}"] if self.device_type is not None else []
-        asked += [f"planner.train_devices {self.devices}"] if self.devices is not None else []
+        """Who is asked to train, such as `$train_type h20 and $train_devices 4`, for `in_words`."""
+        asked = [f"$train_type {self.device_type}"] if self.device_type is not None else []
+        asked += [f"$train_devices {self.devices}"] if self.devices is not None else []
         if self.ranks is not None:
             asked.append(f"a checkpoint of {self.ranks} ranks in ZeRO stage {self.zero}")
         return " and ".join(asked)
@@ -142,8 +142,8 @@ class Problem:
         training_wish: TrainingWish | None = None,
     ) -> None:
         if sync_mode not in SYNC_RUNS_TODAY and not what_if:
-            raise UserError(
-                f"Sync mode {sync_mode} does not run yet; `storage` does. Add --what-if to plan with it all the same."
+            raise DoesNotRun(
+                f"Sync mode {sync_mode} does not run yet; `storage` does. Add $what_if to plan with it all the same."
             )
         self.topology = topology
         self.model = model
@@ -203,7 +203,7 @@ def rollout_columns(problem: Problem) -> list[RolloutColumn]:
     """Replicas that fit, undominated ones only.
 
     Raises:
-        UserError: the model fits on no device as a replica.
+        CannotGenerate: the model fits on no device as a replica.
     """
     columns: list[RolloutColumn] = []
     serving = problem.serving
@@ -221,7 +221,7 @@ def rollout_columns(problem: Problem) -> list[RolloutColumn]:
             for cores in range(1, largest + 1) if device.kind == "cpu" else [1]:
                 columns.append(RolloutColumn(name, 1, c, cores * rate, latency / cores, leased, cores))
     if not columns:
-        raise UserError(_cannot_generate(problem))
+        raise CannotGenerate(_cannot_generate(problem))
     return _undominated(columns)
 
 
@@ -249,14 +249,14 @@ def training_columns(problem: Problem) -> list[TrainingColumn]:
     """Layouts that fit, each with its fastest ZeRO stage, undominated ones only.
 
     Raises:
-        UserError: nothing can train the model.
+        CannotTrain: nothing can train the model.
     """
     wished = _wished_stage_lists(problem)
     if not wished:
-        raise UserError(_no_such_trainer(problem))
+        raise CannotTrain(_no_such_trainer(problem))
     found = [column for stages, sizes in wished if (column := _fastest(problem, stages, sizes)) is not None]
     if not found:
-        raise UserError(_cannot_train(problem))
+        raise CannotTrain(_cannot_train(problem))
     found.sort(key=lambda c: (c.step_s, c.layout.devices, c.layout.name))
     kept: list[TrainingColumn] = []
     for column in found:
@@ -288,7 +288,7 @@ def _no_such_trainer(problem: Problem) -> str:
         )
     return (
         f"Nothing can train as {wish.words} asks: a minibatch has work for {most} GPUs, one for each answer. Train on "
-        "fewer, or lower optimizer.minibatches."
+        "fewer, or lower $minibatches."
     )
 
 
@@ -388,14 +388,14 @@ def _cannot_train(problem: Problem) -> str:
     lacks = [max(m.total - m.available for m in problem.training.memory(layout)) for layout in layouts]
     closest = layouts[lacks.index(min(lacks))]
     devices = " + ".join(f"{stage.devices} × {stage.device_type}" for stage in closest.stages)
-    higher = "with planner.zero_stage 3 " if zero < 3 and wish.ranks is None else ""
+    higher = "with $zero_stage 3 " if zero < 3 and wish.ranks is None else ""
     sharded = [replace(layout, zero=3) for layout in layouts]
     if tokens := _fitting_micro_batch(problem, layouts):
-        remedy = f"with planner.tokens_per_micro_batch={tokens} it fits"
+        remedy = f"with $micro_batch_tokens={tokens} it fits"
     elif higher and any(_fits(problem, layout) for layout in sharded):
         remedy = f"{higher}it fits"
     elif higher and (tokens := _fitting_micro_batch(problem, sharded)):
-        remedy = f"{higher}and planner.tokens_per_micro_batch={tokens} it fits"
+        remedy = f"{higher}and $micro_batch_tokens={tokens} it fits"
     else:
         remedy = f"{higher}the smallest that would do is {_smallest(problem)}"
     asked = f" as {wish.words} asks" if wish.words else ""
@@ -428,7 +428,7 @@ def _cannot_generate(problem: Problem) -> str:
     closest = min(lacks, key=lambda name: lacks[name])
     return (
         f"{_fits_nowhere(problem)}: a replica on one {closest} comes closest and lacks "
-        f"{lacks[closest] / GIB:.1f} GiB for the weights and a cache of {longest:.0f} tokens. Lower model.max_context, "
+        f"{lacks[closest] / GIB:.1f} GiB for the weights and a cache of {longest:.0f} tokens. Lower $max_context, "
         "or add devices with more memory."
     )
 

@@ -1,8 +1,9 @@
-"""What would bring a plan further: one more device of a type, layouts that --what-if opens, smaller micro-batches."""
+"""What would bring a plan further: one more device of a type, layouts that do not run yet, smaller micro-batches."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from planners.errors import UserError
+from planners.errors import CHOICES, UserError, in_words
 from planners.plan.plan import ClusterPlan
 from planners.search.columns import LEAST_MICRO_BATCH, Problem, rollout_columns, training_columns
 from planners.search.joint import solve_fastest
@@ -64,8 +65,11 @@ def what_if_gain(problem: Problem, plan: ClusterPlan) -> Gain | None:
         return None
 
 
-def memory_remedy(problem: Problem, plan: ClusterPlan) -> list[str]:
-    """A sentence where training limits and smaller micro-batches would let a faster layout fit into memory."""
+def memory_remedy(problem: Problem, plan: ClusterPlan, names: Mapping[str, str] = CHOICES) -> list[str]:
+    """A sentence where training limits and smaller micro-batches would let a faster layout fit into memory.
+
+    `names` are those of choices, for `in_words`.
+    """
     demand = problem.demand
     if plan.limited_by != "training" or problem.topology.devices >= MOST_DEVICES:
         return []
@@ -77,10 +81,10 @@ def memory_remedy(problem: Problem, plan: ClusterPlan) -> list[str]:
         if best.step_s < now_s:
             now_s = best.step_s
             fastest = (
-                f"Memory keeps a faster training layout out: with planner.tokens_per_micro_batch={tokens} "
+                f"Memory keeps a faster training layout out: with $micro_batch_tokens={tokens} "
                 f"{best.layout.name} fits and takes {best.step_s:.2f} s."
             )
-    return [fastest] if fastest else []
+    return [in_words(fastest, names)] if fastest else []
 
 
 def _before_placement_s(problem: Problem, plan: ClusterPlan) -> float:

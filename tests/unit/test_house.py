@@ -1,12 +1,15 @@
 """The house rules that a machine can check; CONTRIBUTING.md says why they are."""
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import get_args
 
 import pytest
+from pydantic import BaseModel
 
 from planners.errors import UserError
 from tasks.config.experiment import Experiment
@@ -80,6 +83,42 @@ def test_planners_know_no_runtime() -> None:
     assert {
         name: sorted(found) for name, found in imports.items() if {m.split(".")[0] for m in found} & set(HEAVY)
     } == {}
+
+
+def texts(source: str) -> Iterator[str]:
+    """Strings of the source, docstrings too."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
+
+
+def keys_of(section: type[BaseModel]) -> set[str]:
+    """Keys of an experiment that stand in a section, such as `planner.train_type`."""
+    return {
+        f"{name}.{key}"
+        for name, field in section.model_fields.items()
+        for kind in (field.annotation, *get_args(field.annotation))  # itself, or those of a union
+        if isinstance(kind, type) and issubclass(kind, BaseModel)
+        for key in kind.model_fields
+    }
+
+
+def test_planners_call_nothing_by_the_names_of_rooms_above() -> None:
+    """Neither a flag, nor a command, nor a variable, nor a key of the experiment: see planners/errors.py."""
+    above = [
+        r"(?<![\w-])--[a-z]",
+        r"`hexflow\b",
+        r"\bHEXFLOW_",
+        *(rf"\b{re.escape(key)}\b" for key in keys_of(Experiment)),
+    ]
+    found = [
+        f"{name_of(path)}: {text}"
+        for path in SOURCES
+        if room_of(path) == "planners"
+        for text in texts(path.read_text())
+        if any(re.search(name, text) for name in above)
+    ]
+    assert found == []
 
 
 @pytest.mark.parametrize(

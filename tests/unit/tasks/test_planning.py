@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from planners.errors import UserError
+from planners.errors import CHOICES, UserError
 from planners.hardware.machine import Device, Machine
 from planners.hardware.topology import read_cluster
 from planners.search.columns import Problem, TrainingWish, rollout_columns, training_columns
@@ -14,7 +14,7 @@ from tasks import planning as cluster_planning
 from tasks.config.experiment import Experiment
 from tasks.config.files import load_experiment
 from tasks.config.settings import Settings, load_settings
-from tasks.planning import ClusterStudy, ClusterWish, demand_for, plan_run
+from tasks.planning import NAMES, ClusterStudy, ClusterWish, demand_for, plan_run
 from tasks.planning import study_cluster as study
 from tasks.training.checkpoints import WrittenBy
 from tests.support.places import DEPLOYMENTS
@@ -83,6 +83,19 @@ def test_cluster_and_wishes_are_checked_before_a_model_is_made_ready(
         study_cluster(tiny, laptop, settings, target_tokens_per_s=-1.0)
     with pytest.raises(UserError, match="Mode exhaustive plans a given cluster"):
         study_cluster(tiny, laptop, settings, mode="exhaustive", budget_usd_per_h=1.0)
+
+
+def test_what_the_planner_lets_a_person_choose_is_called_by_key_or_flag() -> None:
+    assert NAMES.keys() == CHOICES.keys()
+    for name in NAMES.values():
+        if "." in name:
+            section, key = name.split(".")
+            assert hasattr(getattr(Experiment(), section), key), f"the experiment has no key {name}"
+    small = [device.model_copy(update={"memory_bytes": 2**33}) for device in GPUS.devices]
+    experiment = shipped("7b", "planner.train_type=a", "planner.zero_stage=0")
+    asked = r"\(ZeRO 0\) as planner\.train_type a asks comes closest .*; with planner\.zero_stage 3 "
+    with pytest.raises(UserError, match=asked):
+        plan_run(experiment, Machine(name="host", devices=tuple(small)), RATES, Path(experiment.model.source))
 
 
 GPUS = Machine(

@@ -167,7 +167,7 @@ def test_smaller_micro_batches_are_named_where_memory_keeps_a_faster_layout_out(
     coarse = replace(PAPER, micro_batch_tokens=2**18)
     plan = plan_for(SMALL, SEVEN, coarse)
     (sentence,) = memory_remedy(Problem(SMALL, SEVEN, coarse), plan)
-    tokens = int(sentence.split("tokens_per_micro_batch=")[1].split()[0])
+    tokens = int(sentence.split("tokens per micro-batch=")[1].split()[0])
     fine = plan_for(SMALL, SEVEN, replace(PAPER, micro_batch_tokens=tokens))
     assert f"{fine.train_s:.2f} s" in sentence
     assert fine.train_s < 0.98 * plan.train_s

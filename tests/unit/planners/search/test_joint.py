@@ -189,7 +189,7 @@ def test_only_what_runs_is_planned_unless_asked() -> None:
     assert stage.tensor == 1
     assert len(stage.machines) == 1
     assert all(len(replica.devices) == 1 for replica in plan.replicas)
-    with pytest.raises(UserError, match="--what-if"):
+    with pytest.raises(UserError, match=r"Add what-if to plan"):
         plan_for(HEX, SEVEN, PAPER, sync_mode="tree")
 
 
@@ -309,9 +309,9 @@ def test_smaller_micro_batches_are_the_remedy_where_they_let_a_model_fit() -> No
     cluster = cluster_of(**{"a100-80": 2, "h20": 1})
     only = TrainingWish(device_type="a100-80")
     short = replace(PAPER, response=LogNormal(mean=1000, q99=3000, cap=4000).lengths(), longest_tokens=4352)
-    with pytest.raises(UserError, match=r"with planner\.tokens_per_micro_batch=\d+ it fits") as refused:
+    with pytest.raises(UserError, match=r"with tokens per micro-batch=\d+ it fits") as refused:
         plan_for(cluster, SEVEN, replace(short, micro_batch_tokens=2**16), training_wish=only)
-    tokens = int(str(refused.value).split("tokens_per_micro_batch=")[1].split()[0])
+    tokens = int(str(refused.value).split("tokens per micro-batch=")[1].split()[0])
     plan = plan_for(cluster, SEVEN, replace(short, micro_batch_tokens=tokens), training_wish=only)
     assert plan.trainer.stages[0].device_type == "a100-80"
 

@@ -431,7 +431,7 @@ def test_more_training_gpus_than_answers_are_refused() -> None:
     profiles = {"gpu": profile_of("gpu", {2: 10.0}, 1.0)}
     machine = machine_of({("gpu", "cuda"): 4})
     workload = Workload(prompts_per_step=1, group_size=2)
-    with pytest.raises(UserError, match=r"as planner.train_devices 3 asks: a minibatch has work for 2 GPUs"):
+    with pytest.raises(UserError, match=r"as training devices 3 asks: a minibatch has work for 2 GPUs"):
         plan_here(machine, profiles, workload, train_devices=3)
 
 
@@ -447,9 +447,7 @@ def test_the_zero_stage_that_would_fit_is_named() -> None:
     sizes = {"big": 2**21, "small": 2**20}
     devices = [Device(index=i, device_type=k, kind="cuda", memory_bytes=m) for k, m in sizes.items() for i in range(4)]
     machine = Machine(name="host", devices=tuple(devices))
-    closest = (
-        r"training on \d × {0} \(ZeRO 0\) as planner.train_type {0} asks comes closest.*; with planner.zero_stage 3 "
-    )
+    closest = r"training on \d × {0} \(ZeRO 0\) as device type {0} asks comes closest.*; with ZeRO stage 3 "
     for kind, remedy in (("big", "it fits"), ("small", "the smallest that would do is one machine with 1 ×")):
         with pytest.raises(UserError, match=closest.format(kind) + remedy):
             plan_here(machine, profiles, Workload(), zero_stage=0, train_type=kind, **cut())
@@ -460,7 +458,7 @@ def test_a_cache_that_cannot_hold_the_longest_context_is_refused() -> None:
     profiles = {"gpu": profile_of("gpu", {2: 10.0}, 1.0).model_copy(update={"answer_tokens": 2.0})}
     machine = machine_of({("gpu", "cuda"): 2}, 2**26)
     assert plan_here(machine, profiles, Workload(), max_context=1024)
-    with pytest.raises(UserError, match=r"a replica on one gpu.*cache of 1000000 tokens. Lower model.max_context"):
+    with pytest.raises(UserError, match=r"a replica on one gpu.*cache of 1000000 tokens. Lower longest context"):
         plan_here(machine, profiles, Workload(), max_context=10**6)
 
 
