@@ -20,20 +20,26 @@ from planners.search.make import Goal, Mode, check_goal, make_plan
 from planners.search.next_device import MOST_DEVICES, memory_remedy, next_device_gains, what_if_gain
 from planners.search.this_machine import plan_machine
 from planners.sections import Section
-from planners.workload.demand import Demand, demand_of
 from planners.workload.model import ELEMENT_BYTES, read_model
 from tasks.config.experiment import Experiment
 from tasks.config.settings import Settings
 from tasks.models.prepare import prepare_model
 from tasks.training.checkpoints import WrittenBy
-from tasks.wishes import check_type, usable_devices
+from tasks.wishes import (
+    check_type,
+    demand_for,
+    gpu_memory_bytes,
+    micro_batch_tokens_for,
+    usable_devices,
+    wish_for,
+)
 
 _CURVE = (0.25, 0.5, 0.75, 1.0)
 NAMES = {
     "train_type": "planner.train_type",
     "train_devices": "planner.train_devices",
     "zero_stage": "planner.zero_stage",
-    "micro_batch_tokens": "planner.tokens_per_micro_batch",
+    "micro_batch_tokens": "planner.micro_batch_tokens",
     "minibatches": "optimizer.minibatches",
     "max_context": "model.max_context",
     "what_if": "--what-if",
@@ -82,10 +88,12 @@ def plan_run(
                 f"Device type '{name}' has no profile for this model: run `hexflow prepare EXPERIMENT` first."
             )
     seen = [tokens for name in usable.count_by_type() if (tokens := profiles[name].answer_tokens) is not None]
+    model = read_model(model_path, ELEMENT_BYTES[experiment.model.dtype])
+    tokens = micro_batch_tokens_for(experiment, model, gpu_memory_bytes(experiment, usable))
     problem = Problem(
         discovered(machine.name, [usable], profiles),
-        read_model(model_path, ELEMENT_BYTES[experiment.model.dtype]),
-        demand_for(experiment, max(seen, default=None)),
+        model,
+        demand_for(experiment, tokens, max(seen, default=None)),
         profiles=profiles,
         training_wish=wish_for(experiment, checkpoint),
     )
@@ -152,10 +160,8 @@ def study_cluster(
     topology = _allowed(read_cluster(Path(wish.file)), experiment.cluster.device_types)
     goal = Goal(wish.mode, wish.budget_usd_per_h, wish.target_tokens_per_s)
     check_goal(topology, goal)
-    demand, asked = demand_for(experiment), wish_for(experiment)
-    if wish.what_if:
-        demand, asked = replace(demand, concurrency=None), TrainingWish()
-    elif asked.device_type is not None:
+    asked = TrainingWish() if wish.what_if else wish_for(experiment)
+    if asked.device_type is not None:
         check_type(asked.device_type, topology.counts, "planner.train_type", f"cluster {topology.name}")
     # After the checks, since it may take a minute.
     source = Path(experiment.model.source)
@@ -163,31 +169,17 @@ def study_cluster(
     # A plan needs the model's sizes only, so a directory without weights will do.
     directory = source if source.is_dir() else prepare_model(experiment.model, settings)
     model = read_model(directory, ELEMENT_BYTES[experiment.model.dtype])
+    gpus = [t for t in topology.types.values() if t.kind == "cuda" and asked.device_type in (None, t.name)]
+    tokens = micro_batch_tokens_for(experiment, model, [round(device.memory_bytes) for device in gpus])
+    demand = demand_for(experiment, tokens)
+    if wish.what_if:
+        demand = replace(demand, concurrency=None)
     tell(f"planning {topology.devices:,} devices")
     with in_keys():
         problem = Problem(topology, model, demand, what_if=wish.what_if, sync_mode=wish.sync_mode, training_wish=asked)
         plan = make_plan(problem, goal)
     tell("simulating the plan")
     return ClusterStudy(with_simulated_step(plan), problem, goal)
-
-
-def wish_for(experiment: Experiment, checkpoint: WrittenBy | None = None) -> TrainingWish:
-    """What the experiment, and the checkpoint that is gone on from, leave no choice about."""
-    planner = experiment.planner
-    ranks, zero = (checkpoint.ranks, checkpoint.zero_stage) if checkpoint else (None, planner.zero_stage)
-    return TrainingWish(planner.train_type, planner.train_devices, zero, ranks)
-
-
-def demand_for(experiment: Experiment, answer_tokens: float | None = None) -> Demand:
-    """What a step of the experiment asks, with the mean length of answers where it was measured."""
-    return demand_of(
-        experiment.workload,
-        experiment.optimizer.minibatches,
-        answer_tokens,
-        micro_batch_tokens=experiment.planner.tokens_per_micro_batch,
-        max_context=experiment.model.max_context,
-        concurrency=experiment.rollout.concurrency,
-    )
 
 
 def _allowed(topology: Topology, device_types: list[str] | None) -> Topology:

@@ -143,7 +143,7 @@ def _check_memory(experiment: Experiment, machine: Machine, model: Model) -> Non
         _check_gpu_memory(experiment, machine, model)
         return
     # One process trains and one generates, in the same memory.
-    training = training_states(model, data_ranks=1, zero=experiment.planner.zero_stage).total
+    training = training_states(model, data_ranks=1, zero=experiment.planner.zero_stage or 0).total
     training += _reference_bytes(experiment, model)
     rollout = model.weight_bytes + CPU_KV_CACHE_BYTES
     _, available = memory_bytes()
@@ -157,7 +157,8 @@ def _check_memory(experiment: Experiment, machine: Machine, model: Model) -> Non
 
 def _check_gpu_memory(experiment: Experiment, machine: Machine, model: Model) -> None:
     """The best case: one type trains on all of its devices but one to generate, and the largest device generates."""
-    planner, stage = experiment.planner, experiment.planner.zero_stage
+    planner = experiment.planner
+    stage = 3 if planner.zero_stage is None else planner.zero_stage
     memory = {device.device_type: device.memory_bytes for device in machine.devices}
     needed = {}
     for name, count in machine.count_by_type().items():
@@ -168,8 +169,9 @@ def _check_gpu_memory(experiment: Experiment, machine: Machine, model: Model) ->
     best = max(needed, key=lambda name: memory[name] - needed[name])
     if needed[best] > memory[best]:
         raise UserError(
-            f"Training {experiment.model.source} under planner.zero_stage {stage} needs {_gib(needed[best])} on each "
-            f"device, but a {best} has {_gib(memory[best])}: use zero_stage 3, more devices, or a smaller model."
+            f"Training {experiment.model.source} in ZeRO stage {stage} needs {_gib(needed[best])} on each "
+            f"device, but a {best} has {_gib(memory[best])}: use planner.zero_stage 3, more devices, or a smaller "
+            "model."
         )
     rollout = model.weight_bytes + model.kv_bytes_per_token * experiment.model.max_context
     if rollout > max(memory.values()):

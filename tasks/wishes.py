@@ -1,11 +1,16 @@
-"""The devices that an experiment may use: its wishes against what is there, in the words of its keys."""
+"""What an experiment wishes of devices and planner, checked against what is there, in the words of its keys."""
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
+from planners.costs.memory import fitting_micro_batch_tokens
 from planners.errors import UserError
 from planners.hardware.machine import Machine
+from planners.search.columns import TrainingWish
+from planners.workload.demand import Demand, demand_of
+from planners.workload.model import Model
 from tasks.config.experiment import Experiment
+from tasks.training.checkpoints import WrittenBy
 
 
 def usable_devices(experiment: Experiment, machine: Machine) -> Machine:
@@ -17,6 +22,46 @@ def usable_devices(experiment: Experiment, machine: Machine) -> Machine:
     chosen = _choose_devices(machine, experiment.cluster.device_types)
     _check_training(chosen.count_by_type(), experiment.planner.train_type, experiment.planner.train_devices)
     return chosen
+
+
+def wish_for(experiment: Experiment, checkpoint: WrittenBy | None = None) -> TrainingWish:
+    """What the experiment, and the checkpoint that is gone on from, leave no choice about."""
+    planner = experiment.planner
+    ranks, zero = (checkpoint.ranks, checkpoint.zero_stage) if checkpoint else (None, planner.zero_stage)
+    return TrainingWish(planner.train_type, planner.train_devices, zero, ranks)
+
+
+def demand_for(experiment: Experiment, micro_batch_tokens: int, answer_tokens: float | None = None) -> Demand:
+    """What a step of the experiment asks, with the mean length of answers where it was measured."""
+    return demand_of(
+        experiment.workload,
+        experiment.optimizer.minibatches,
+        answer_tokens,
+        micro_batch_tokens=micro_batch_tokens,
+        max_context=experiment.model.max_context,
+        concurrency=experiment.planner.concurrency,
+    )
+
+
+def micro_batch_tokens_for(experiment: Experiment, model: Model, gpu_memory_bytes: Collection[int]) -> int:
+    """What the trainer packs answers into: as the experiment wishes, else as memory allows.
+
+    A profile is measured with it as well, so it depends on nothing that is measured.
+
+    Args:
+        experiment: the experiment.
+        model: its model.
+        gpu_memory_bytes: of the GPUs that may train; none where cores do.
+    """
+    wished = experiment.planner.micro_batch_tokens
+    return wished or fitting_micro_batch_tokens(model, demand_for(experiment, 1), gpu_memory_bytes)
+
+
+def gpu_memory_bytes(experiment: Experiment, machine: Machine) -> list[int]:
+    """Memory of the machine's GPUs that the experiment lets train."""
+    train_type = experiment.planner.train_type
+    devices = usable_devices(experiment, machine).devices
+    return [d.memory_bytes for d in devices if d.kind == "cuda" and train_type in (None, d.device_type)]
 
 
 def check_type(name: str, counts: Mapping[str, int], key: str, where: str) -> None:

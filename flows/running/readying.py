@@ -49,11 +49,11 @@ def ready_and_measured(experiment: Experiment, machine: Machine, run: str | None
     """
     settings = load_settings()
     types = list(usable_devices(experiment, machine).count_by_type())
-    missing = [name for name in types if find_profile(experiment, name, settings) is None]
+    missing = [name for name in types if find_profile(experiment, machine, name, settings) is None]
     asked: dict[str, dict[str, Any]] = {f"profile/{name}": {"device_type": name} for name in missing}
     with get_client(sync_client=True) as client:
         _run_all(client, asked or {f"prepare/{types[0]}": {}}, experiment, machine.name, run, settings)
-    profiles = {name: find_profile(experiment, name, settings) for name in types}
+    profiles = {name: find_profile(experiment, machine, name, settings) for name in types}
     if lost := [name for name, profile in profiles.items() if profile is None]:
         raise UserError(
             f"{machine.name} measured {', '.join(lost)}, but no profile of this model and these versions is in "

@@ -23,7 +23,8 @@ Scores of queries and keys are not kept: of PyTorch's CUDA kernels that take a m
 """
 
 import math
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 
 from planners.hardware.catalogue import DeviceType
 from planners.workload.demand import Demand
@@ -31,6 +32,8 @@ from planners.workload.model import Model
 
 USABLE_SHARE = 0.90  # of device memory: vLLM's default gpu_memory_utilization, and as much for training
 RECOMPUTE_TOKENS = 4096  # micro-batches that may be larger have their layers computed again for the gradient
+LEAST_MICRO_BATCH_TOKENS, MOST_MICRO_BATCH_TOKENS = 1024, 16384  # that are chosen where nobody wishes for anything
+ACTIVATION_SHARE = 0.25  # of a GPU's memory; the rest is for states, which depend on the layout
 LOGIT_CHUNK_TOKENS = 1024
 LOGIT_BYTES = 16
 PREFILL_CHUNK_TOKENS = 8192  # vLLM's default max_num_batched_tokens
@@ -115,26 +118,48 @@ def training_memory(
         zero: DeepSpeed ZeRO stage.
         micro_batches_in_flight: micro-batches whose activations a pipeline stage holds (1F1B).
     """
-    element = model.element_bytes
     split = {"data_ranks": data_ranks, "tensor_ranks": tensor_ranks}
     states = training_states(model, zero=zero, layer_share=layer_share, **split)
+    layers = model.layers * layer_share * micro_batches_in_flight
+    return Memory(
+        weights=states.weights,
+        gradients=states.gradients,
+        optimiser=states.optimiser,
+        activations=activation_bytes(model, demand, layers=layers, **split),
+        kv=0.0,
+        workspace=workspace_bytes(device),
+        available=device.memory_bytes * USABLE_SHARE,
+    )
+
+
+def activation_bytes(model: Model, demand: Demand, *, data_ranks: int, tensor_ranks: int, layers: float) -> float:
+    """Activations of one rank that holds those of so many layers, times micro-batches in flight."""
     tokens = micro_batch_tokens(demand, data_ranks)
     width = (
         4 * model.hidden + (3 * model.intermediate + 2 * (model.heads + model.kv_heads) * model.head_dim) / tensor_ranks
     )
     recomputed = recomputes(demand.micro_batch_tokens, demand.longest_tokens)
-    kept = tokens * (model.hidden if recomputed else width) * model.layers * layer_share * micro_batches_in_flight
+    kept = tokens * (model.hidden if recomputed else width) * layers
     working_set = 2 * tokens * width
     logits = min(tokens, LOGIT_CHUNK_TOKENS) * model.vocabulary / tensor_ranks * LOGIT_BYTES
-    return Memory(
-        weights=states.weights,
-        gradients=states.gradients,
-        optimiser=states.optimiser,
-        activations=(kept + working_set + tokens**2) * element + logits,
-        kv=0.0,
-        workspace=workspace_bytes(device),
-        available=device.memory_bytes * USABLE_SHARE,
-    )
+    return (kept + working_set + tokens**2) * model.element_bytes + logits
+
+
+def fitting_micro_batch_tokens(model: Model, demand: Demand, gpu_memory_bytes: Collection[int]) -> int:
+    """What the trainer packs answers into, where nobody wishes for anything.
+
+    The largest power of two up to MOST_MICRO_BATCH_TOKENS with which the activations of a rank take no more than
+    ACTIVATION_SHARE of the smallest GPU that may train; none above RECOMPUTE_TOKENS only to have layers computed twice.
+    Cores get LEAST_MICRO_BATCH_TOKENS: they compute no faster for larger ones, which only take memory.
+    """
+    tokens = MOST_MICRO_BATCH_TOKENS if demand.longest_tokens > RECOMPUTE_TOKENS else RECOMPUTE_TOKENS
+    room = ACTIVATION_SHARE * min(gpu_memory_bytes, default=0)
+    while tokens > LEAST_MICRO_BATCH_TOKENS:
+        asked = replace(demand, micro_batch_tokens=tokens)
+        if activation_bytes(model, asked, data_ranks=1, tensor_ranks=1, layers=model.layers) <= room:
+            return tokens
+        tokens //= 2
+    return LEAST_MICRO_BATCH_TOKENS
 
 
 def recomputes(micro_batch_tokens: int, longest_tokens: int) -> bool:

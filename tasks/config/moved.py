@@ -13,8 +13,9 @@ _MOVED = {
     "algorithm.weight_decay": "`optimizer.weight_decay`",
     "algorithm.gradient_clip": "`optimizer.gradient_clip`",
     "algorithm.minibatches": "`optimizer.minibatches`",
-    "algorithm.tokens_per_micro_batch": "`planner.tokens_per_micro_batch`",
+    "algorithm.tokens_per_micro_batch": "`planner.micro_batch_tokens`",
     "algorithm.zero_stage": "`planner.zero_stage`",
+    "rollout.concurrency": "`planner.concurrency`",
 }
 """What to write in place of a dotted key of before."""
 

@@ -15,9 +15,6 @@ class RolloutSection(Section):
         description="Answers in flight when weights change: `continue` under the new weights with versions kept per "
         "token, `restart` from nothing, or `drain` (finish first, then load).",
     )
-    concurrency: int | None = Field(
-        default=None, ge=1, description="Answers in flight per replica; empty: as the plan says."
-    )
     max_attempts_per_prompt: int = Field(
         default=3,
         ge=1,

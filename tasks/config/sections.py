@@ -45,13 +45,21 @@ class ClusterSection(Section):
 
 
 class PlannerSection(Section):
-    """Choices that a person may take away from the planner."""
+    """Choices that a person may take away from the planner: wishes, each optional."""
 
     train_type: str | None = Field(default=None, description="Device type that trains; empty: the planner chooses.")
     train_devices: int | None = Field(default=None, ge=1, description="Devices that train; empty: planner chooses.")
-    zero_stage: int = Field(default=0, ge=0, le=3, description="DeepSpeed ZeRO stage, 0 to 3.")
-    tokens_per_micro_batch: int = Field(
-        default=1024, ge=1, description="Largest packed micro-batch in tokens (a single answer above it goes alone)."
+    zero_stage: int | None = Field(
+        default=None, ge=0, le=3, description="DeepSpeed ZeRO stage, 0 to 3; empty: the fastest that fits."
+    )
+    micro_batch_tokens: int | None = Field(
+        default=None,
+        ge=1,
+        description="Largest packed micro-batch in tokens (a single answer above it goes alone); empty: 1,024 on "
+        "cores, on GPUs up to 16,384, as many as memory allows.",
+    )
+    concurrency: int | None = Field(
+        default=None, ge=1, description="Answers in flight per replica; empty: the planner chooses."
     )
 
 

@@ -33,7 +33,7 @@ def main() -> None:
 async def _evaluate(
     experiment: Experiment, model_path: Path, weights_path: Path, kind: Literal["cuda", "cpu"]
 ) -> EvaluationResult:
-    concurrency = experiment.rollout.concurrency or experiment.workload.group_size * 4
+    concurrency = experiment.planner.concurrency or experiment.workload.group_size * 4
     setup = AnsweringSetup(model_path, weights_path, 0, 0, "evaluation", kind, concurrency, seed=experiment.run.seed)
     async with open_answerer(experiment, setup) as (answerer, prompts):
         items = prompts.heldout()

@@ -59,7 +59,9 @@ def _training(experiment: Experiment, model_path: Path, request: dict[str, Any])
     source = PromptSource(experiment, load_tokenizer(model_path))
     prompts = [source.encode(source.item(index)) for index in range(experiment.workload.prompts_per_step)]
     device = torch.device("cuda" if request["kind"] == "cuda" else "cpu")
-    rates = measure_training(experiment, prompts, model_path, request["answer_tokens"], Path(request["scratch"]))
+    rates = measure_training(
+        experiment, prompts, model_path, request["answer_tokens"], Path(request["scratch"]), **request["trainer"]
+    )
     return {
         "gemm_flops_per_s": gemm_flops_per_s(device, torch.float32 if device.type == "cpu" else torch.bfloat16),
         "memory_bytes_per_s": memory_bytes_per_s(device),

@@ -19,15 +19,18 @@ from typing import Any, Protocol
 import filelock
 from pydantic import ValidationError
 
+from planners.costs.memory import LEAST_MICRO_BATCH_TOKENS
 from planners.errors import UserError
 from planners.hardware.machine import Device, Machine
 from planners.hardware.profile import DeviceProfile
+from planners.workload.model import ELEMENT_BYTES, read_model
 from tasks.config.experiment import Experiment
 from tasks.config.settings import Settings
 from tasks.exchange.files import write_atomic, write_json
 from tasks.machine.devices import hold_devices
 from tasks.machine.processes import ProcessGroup, device_environment, tail
 from tasks.models.prepare import known_model
+from tasks.wishes import gpu_memory_bytes, micro_batch_tokens_for
 
 RECIPE_VERSION = 1
 """Raised when the way of measuring changes, so that devices are measured anew."""
@@ -73,7 +76,7 @@ async def profile_device(
     Raises:
         UserError: a measurement failed or did not end in time, or a run holds the device.
     """
-    identity = _identity(experiment, device_type, model_path)
+    identity = _identity(experiment, machine, device_type, model_path)
     path = _path(identity, settings)
     lock = settings.local.locks / f"{path.stem}.lock"
     for directory in (path.parent, lock.parent):
@@ -96,7 +99,9 @@ async def profile_device(
         ) from None
 
 
-def find_profile(experiment: Experiment, device_type: str, settings: Settings) -> DeviceProfile | None:
+def find_profile(
+    experiment: Experiment, machine: Machine, device_type: str, settings: Settings
+) -> DeviceProfile | None:
     """The profile of `device_type` that some machine has measured under the versions installed here, or None.
 
     None as well where the model is not ready on this machine, since then it is not known what it is.
@@ -104,7 +109,7 @@ def find_profile(experiment: Experiment, device_type: str, settings: Settings) -
     model_path = known_model(experiment.model, settings)
     if model_path is None:
         return None
-    return _read(_path(_identity(experiment, device_type, model_path), settings))
+    return _read(_path(_identity(experiment, machine, device_type, model_path), settings))
 
 
 def _path(identity: Mapping[str, Any], settings: Settings) -> Path:
@@ -112,11 +117,10 @@ def _path(identity: Mapping[str, Any], settings: Settings) -> Path:
     return settings.shared.profiles / f"{identity['device_type']}-{digest}.json"
 
 
-def _identity(experiment: Experiment, device_type: str, model_path: Path) -> dict[str, Any]:
+def _identity(experiment: Experiment, machine: Machine, device_type: str, model_path: Path) -> dict[str, Any]:
     """Everything that a measurement depends on."""
     installed = {d.name: d.version for d in metadata.distributions() if d.name in _MEASURED_PACKAGES}
     config = hashlib.sha256((model_path / "config.json").read_bytes()).hexdigest()[:12]
-    planner = experiment.planner
     return {
         "recipe": RECIPE_VERSION,
         "device_type": device_type,
@@ -124,11 +128,21 @@ def _identity(experiment: Experiment, device_type: str, model_path: Path) -> dic
         "versions": ", ".join(f"{name} {version}" for name, version in sorted(installed.items())),
         "workload": experiment.workload.model_dump(include=_SIZES),
         "max_context": experiment.model.max_context,
-        "training": [planner.zero_stage, experiment.optimizer.minibatches, planner.tokens_per_micro_batch],
+        "training": {**_trainer(experiment, machine, model_path), "minibatches": experiment.optimizer.minibatches},
         "reference": experiment.algorithm.needs_reference,
         "data": experiment.data.model_dump(mode="json", include=_QUESTIONS),
         "prompt": experiment.prompt.model_dump(mode="json"),
     }
+
+
+def _trainer(experiment: Experiment, machine: Machine, model_path: Path) -> dict[str, int]:
+    """How the measured trainer is laid out: in the wished ZeRO stage, else in 0, since a single rank shares nothing."""
+    gpus = gpu_memory_bytes(experiment, machine)
+    tokens = experiment.planner.micro_batch_tokens or LEAST_MICRO_BATCH_TOKENS
+    if gpus:
+        model = read_model(model_path, ELEMENT_BYTES[experiment.model.dtype])
+        tokens = micro_batch_tokens_for(experiment, model, gpus)
+    return {"zero_stage": experiment.planner.zero_stage or 0, "micro_batch_tokens": tokens}
 
 
 def _read(path: Path) -> DeviceProfile | None:
@@ -149,11 +163,14 @@ async def _measure(
     identity: Mapping[str, Any],
     measure: RunPart,
 ) -> DeviceProfile:
+    trainer = {key: identity["training"][key] for key in ("zero_stage", "micro_batch_tokens")}
     request: dict[str, Any] = {"experiment": experiment.model_dump(mode="json"), "model_path": str(model_path)}
     generation = await measure("generation", request, device, settings)
     seen = generation["answer_tokens"]
     answer_tokens = max(1, round(seen)) if seen is not None else experiment.workload.max_new_tokens
-    training = await measure("training", {**request, "answer_tokens": answer_tokens}, device, settings)
+    training = await measure(
+        "training", {**request, "answer_tokens": answer_tokens, "trainer": trainer}, device, settings
+    )
     return DeviceProfile(
         device_type=device.device_type,
         model_key=identity["model"],

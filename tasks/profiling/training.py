@@ -36,7 +36,14 @@ class TrainingRates:
 
 
 def measure_training(
-    experiment: Experiment, prompts: Sequence[Sequence[int]], model_path: Path, answer_tokens: int, scratch: Path
+    experiment: Experiment,
+    prompts: Sequence[Sequence[int]],
+    model_path: Path,
+    answer_tokens: int,
+    scratch: Path,
+    *,
+    zero_stage: int,
+    micro_batch_tokens: int,
 ) -> TrainingRates:
     """Train one group as warm-up, then a step's groups; then publish and verify the weights below `scratch`.
 
@@ -46,12 +53,13 @@ def measure_training(
         model_path: the prepared model.
         answer_tokens: length of the made-up answers.
         scratch: an empty directory on the disk where runs lie.
+        zero_stage: DeepSpeed ZeRO stage.
+        micro_batch_tokens: what answers are packed into.
     """
     os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     ranks = join_ranks(_MEET_S, _WAIT_S)
-    dtype, planner = torch_dtype(experiment.model.dtype), experiment.planner
-    sizes = {"zero_stage": planner.zero_stage, "micro_batch_tokens": planner.tokens_per_micro_batch}
-    engine = load_engine(model_path, experiment, ranks, **sizes)
+    dtype = torch_dtype(experiment.model.dtype)
+    engine = load_engine(model_path, experiment, ranks, zero_stage=zero_stage, micro_batch_tokens=micro_batch_tokens)
     groups = made_up_groups(prompts, experiment.workload, answer_tokens)
     engine.train_step(groups[:1], 0)
     finish(ranks.device)

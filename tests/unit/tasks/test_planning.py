@@ -14,9 +14,10 @@ from tasks import planning as cluster_planning
 from tasks.config.experiment import Experiment
 from tasks.config.files import load_experiment
 from tasks.config.settings import Settings, load_settings
-from tasks.planning import NAMES, ClusterStudy, ClusterWish, demand_for, plan_run
+from tasks.planning import NAMES, ClusterStudy, ClusterWish, plan_run
 from tasks.planning import study_cluster as study
 from tasks.training.checkpoints import WrittenBy
+from tasks.wishes import demand_for
 from tests.support.places import DEPLOYMENTS
 from tests.support.plan import profile_of
 
@@ -36,7 +37,10 @@ def shipped(size: str, *overrides: str) -> Experiment:
 def test_shipped_experiments_fit_every_shipped_cluster_of_gpus(size: str) -> None:
     """With the longest answer in a micro-batch, the ZeRO stage they name, and a cache for their longest context."""
     experiment = shipped(size)
-    model, demand = read_model(Path(experiment.model.source)), demand_for(experiment)
+    model, demand = (
+        read_model(Path(experiment.model.source)),
+        demand_for(experiment, experiment.planner.micro_batch_tokens or 0),
+    )
     for file in sorted(CLUSTERS.glob("*.yaml")):
         wish = TrainingWish(zero=experiment.planner.zero_stage)
         problem = Problem(read_cluster(file), model, demand, training_wish=wish)
@@ -47,7 +51,7 @@ def test_shipped_experiments_fit_every_shipped_cluster_of_gpus(size: str) -> Non
 
 def test_a_cluster_is_planned_as_the_experiment_asks() -> None:
     """What-if opens layouts that it has no words for; devices it may not use are left out of both."""
-    asked = ("planner.train_type=h20", "planner.train_devices=4", "planner.zero_stage=2", "rollout.concurrency=40")
+    asked = ("planner.train_type=h20", "planner.train_devices=4", "planner.zero_stage=2", "planner.concurrency=40")
     file, settings = CLUSTERS / "paper-h800-8-h20-16.yaml", load_settings()
     kept = study_cluster(shipped("1.5b", *asked), file, settings)
     (stage,) = kept.plan.trainer.stages
@@ -128,3 +132,20 @@ def test_a_resumed_run_keeps_the_ranks_and_the_zero_stage_of_its_checkpoint() ->
     small = GPUS.model_copy(update={"devices": devices})
     with pytest.raises(UserError, match=r"\(ZeRO 0\) as a checkpoint of 1 ranks in ZeRO stage 0 asks .*smallest that"):
         plan_run(experiment, small, RATES, source, WrittenBy(ranks=1, zero_stage=0))
+
+
+def test_what_nobody_wishes_for_the_planner_chooses() -> None:
+    """On GPUs the micro-batch follows memory, the ZeRO stage is the first that fits; cores stay at 1,024 and 0."""
+    free = ["planner.micro_batch_tokens=null", "planner.zero_stage=null", "planner.train_devices=4"]
+    experiment = shipped("1.5b", *free)
+    source = Path(experiment.model.source)
+    plans = []
+    for gib in (256, 24):
+        devices = tuple(device.model_copy(update={"memory_bytes": gib * 2**30}) for device in GPUS.devices)
+        plans.append(plan_run(experiment, GPUS.model_copy(update={"devices": devices}), RATES, source).trainer)
+    assert [(plan.micro_batch_tokens, plan.zero_stage) for plan in plans] == [(16384, 0), (1024, 3)]
+    cores = Machine(
+        name="laptop", devices=tuple(Device(index=i, device_type="cpu", kind="cpu", memory_bytes=2**38) for i in (0, 1))
+    )
+    laptop = plan_run(Experiment(), cores, {"cpu": profile_of("cpu", {64: 10.0}, 10.0)}, source)
+    assert (laptop.trainer.micro_batch_tokens, laptop.trainer.zero_stage) == (1024, 0)

@@ -52,7 +52,9 @@ class FakeServer:
         assert state.is_cancelling()
         self.cancelled.append(self._names[flow_run_id])
 
-    def find_profile(self, experiment: Experiment, device_type: str, settings: Settings) -> DeviceProfile | None:
+    def find_profile(
+        self, experiment: Experiment, machine: Machine, device_type: str, settings: Settings
+    ) -> DeviceProfile | None:
         return profile_of(device_type, {1: 1.0}, 1.0) if device_type in self.known else None
 
 

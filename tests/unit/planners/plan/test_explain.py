@@ -25,7 +25,8 @@ from planners.workload.lengths import LogNormal, constant
 from planners.workload.model import model_from_config, read_model
 from planners.workload.step import Workload
 from tasks.config.files import load_experiment
-from tasks.planning import ClusterStudy, demand_for
+from tasks.planning import ClusterStudy
+from tasks.wishes import demand_for
 from tests.support.places import DEPLOYMENTS
 from tests.support.plan import cluster_of, plan_for
 
@@ -134,7 +135,7 @@ def test_what_generation_waits_for_is_said_where_it_is_not_its_work() -> None:
 def test_one_more_device_that_brings_nothing_although_generation_limits_is_explained() -> None:
     """Of 16.6 s, 16.2 s are work: near enough not to be told apart, and yet more devices do not help."""
     model = read_model(DEPLOYMENTS / "models" / "r1-distill-qwen-1.5b")
-    demand = demand_for(load_experiment(DEPLOYMENTS / "experiments" / "r1-distill-qwen-1.5b.yaml"))
+    demand = demand_for(load_experiment(DEPLOYMENTS / "experiments" / "r1-distill-qwen-1.5b.yaml"), 16384)
     plan = plan_for(SMALL, model, demand)
     words = ClusterStudy(plan, Problem(SMALL, model, demand), Goal()).explain()
     assert "Generation limits" in words

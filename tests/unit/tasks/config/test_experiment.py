@@ -193,7 +193,7 @@ def test_a_key_of_another_kind_is_refused_even_at_its_default(overrides: list[st
         ),
         ({"algorithm": {"kind": "cispo", "adam_beta2": 0.9}}, ["write `optimizer.beta2`"]),
         ({"algorithm": {"minibatches": 2, "zero_stage": 1}}, ["`optimizer.minibatches`", "`planner.zero_stage`"]),
-        ({"algorithm": {"tokens_per_micro_batch": 2}}, ["`planner.tokens_per_micro_batch`"]),
+        ({"algorithm": {"tokens_per_micro_batch": 2}}, ["`planner.micro_batch_tokens`"]),
     ],
 )
 def test_experiments_of_before_are_told_what_to_write(
