@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 from sqlalchemy import Row, Table, select
 
 from tasks.exchange.ledger import Ledger, Progress
-from tasks.exchange.ledger.fence import run_of
-from tasks.exchange.ledger.groups import groups_out, next_step
+from tasks.exchange.ledger.groups import next_step, run_and_groups_out
 from tasks.exchange.ledger.schema import groups, policy_versions, prompts, steps, weight_claims
 from tasks.exchange.trajectories import Outcome
 from tests.support.world import SIZES, World
@@ -83,9 +82,9 @@ def assert_figures_are_recounts(world: World) -> None:
     assert replace(derived, reward_mean=None) == replace(recounted, reward_mean=None)
     assert derived.reward_mean == pytest.approx(recounted.reward_mean)
     with ledger.read() as connection:
-        run = run_of(connection, run_id)
         assert next_step(connection, run_id) == rows.next_step
-        assert groups_out(connection, run) == sum(row.state != "dropped" for row in rows.groups)
+        run, out = run_and_groups_out(connection, run_id)
+        assert out == sum(row.state != "dropped" for row in rows.groups)
     assert ledger.latest_version(run_id) == recounted.latest_version
     assert ledger.retire_versions(world.trainer, 100, world.files) == rows.unused_versions() & world.files
     for step in (0, world.trained):

@@ -214,6 +214,7 @@ class World:
                 self.ledger.complete_group(zombie, group_id, 0, 0.5, {}, 9)
         if replica.actor == zombie:
             replica.actor = self.register("replica", zombie.slot)
+        self.payloads |= replica.in_flight.keys()  # it may have died after it wrote them
         replica.in_flight, replica.claimed, replica.loading = {}, None, False
         latest = self.ledger.latest_version(self.run_id)
         assert latest is not None

@@ -21,8 +21,14 @@ from planners.errors import UserError
 from tasks.exchange.ledger.schema import SCHEMA_VERSION, metadata, schema_info
 
 _BUSY_TIMEOUT_S = 60.0
-_POSTGRESQL_ARGUMENTS = {"connect_timeout": 10}
-"""Seconds; the driver's own patience is over two minutes."""
+_POSTGRESQL_SETTINGS = {
+    # Every statement here is a search by key. A planner that last saw a table when it was small would read all of it.
+    "enable_seqscan": "off",
+}
+_POSTGRESQL_ARGUMENTS: dict[str, Any] = {
+    "connect_timeout": 10,  # seconds; the driver's own patience is over two minutes
+    "options": " ".join(f"-c {name}={value}" for name, value in _POSTGRESQL_SETTINGS.items()),
+}
 
 
 class now_s(FunctionElement[float]):

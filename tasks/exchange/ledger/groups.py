@@ -19,6 +19,7 @@ from sqlalchemy import (
     Connection,
     Row,
     and_,
+    bindparam,
     case,
     delete,
     exists,
@@ -96,12 +97,11 @@ class Groups(Database):
             Fenced: this attempt is no longer current.
         """
         with self.read() as connection:
-            known = _lease_under(connection, actor, key)
-            if known is not None or _admission(connection, actor, loaded_version) is None:
-                return known
+            if _admission(connection, actor, loaded_version) is None:
+                return _lease_under(connection, actor, key)
         with self.write(actor.run_id) as connection:
-            known = _lease_under(connection, actor, key)
             admission = _admission(connection, actor, loaded_version)
+            known = _lease_under(connection, actor, key)
             if known is not None or admission is None:
                 return known
             run, version = admission
@@ -228,9 +228,10 @@ class Groups(Database):
             chosen = _choice([group for group in waiting if group not in stale], run, step)
             if chosen is None:
                 return None
-            for place, group_id in enumerate(chosen):
-                consumed = {"state": "consumed", "step": step, "place": place}
-                connection.execute(update(groups).where(*_is(run.run_id, group_id)).values(**consumed))
+            consume = update(groups).where(groups.c.run_id == run.run_id, groups.c.group_id == bindparam("chosen_id"))
+            places = [{"chosen_id": group_id, "chosen_place": place} for place, group_id in enumerate(chosen)]
+            values = {"state": "consumed", "step": step, "place": bindparam("chosen_place")}
+            connection.execute(consume.values(**values), places)
             _record_totals(connection, run.run_id, step)
             return _consumed_by(connection, run.run_id, step)
 
@@ -322,10 +323,20 @@ def last_totals(connection: Connection, run_id: str) -> Row[Any] | None:
     return connection.execute(query.order_by(consumed_steps.c.step.desc()).limit(1)).one_or_none()
 
 
-def groups_out(connection: Connection, run: RunRow) -> int:
-    """Groups leased, scored or consumed in this lineage: B for every consumed step, and the open ones."""
-    opened = connection.scalar(select(func.count()).select_from(groups).where(groups.c.run_id == run.run_id, is_open))
-    return run.prompts_per_step * next_step(connection, run.run_id) + int(opened or 0)
+def run_and_groups_out(connection: Connection, run_id: str) -> tuple[RunRow, int]:
+    """The run, and its groups leased, scored or consumed in this lineage: B for every consumed step, and the open ones.
+
+    In one statement, for every lease asks it twice.
+    """
+    opened = select(func.count()).select_from(groups).where(groups.c.run_id == run_id, is_open).scalar_subquery()
+    consumed = select(consumed_steps.c.step + 1).where(consumed_steps.c.run_id == run_id)
+    last = consumed.order_by(consumed_steps.c.step.desc()).limit(1).scalar_subquery()
+    run_columns = columns_of(RunRow, runs)
+    *columns, steps_consumed, groups_open = connection.execute(
+        select(*run_columns, func.coalesce(last, 0), opened).where(runs.c.run_id == run_id)
+    ).one()
+    run = RunRow(*columns)
+    return run, run.prompts_per_step * steps_consumed + groups_open
 
 
 def drop_groups(connection: Connection, run_id: str, condition: ColumnElement[bool], reason: str) -> None:
@@ -381,20 +392,17 @@ def _may_have_token_above(number: int) -> ColumnElement[bool]:
 
 
 def _admission(connection: Connection, actor: Actor, loaded_version: int) -> tuple[RunRow, int] | None:
-    """The run, and the version number of a group begun now; None where a replica may not begin one."""
-    run = run_of(connection, actor.run_id)
+    """The run, and the version number of a group that this replica, which must be current, begins now; or None."""
+    require_active(connection, actor)
+    run, out = run_and_groups_out(connection, actor.run_id)
     version = usable_version(connection, actor, loaded_version)
-    if run.state != "running" or version is None:
-        return None
-    out = groups_out(connection, run)
-    if out >= run.steps * run.prompts_per_step:
+    if run.state != "running" or version is None or out >= run.steps * run.prompts_per_step:
         return None
     return (run, version) if may_lease(out, version, run.prompts_per_step, run.max_staleness) else None
 
 
 def _lease_under(connection: Connection, actor: Actor, key: str) -> Lease | None:
-    """The open lease that this attempt, which must be current, has under `key`."""
-    require_active(connection, actor)
+    """The open lease that this attempt has under `key`."""
     query = select(groups.c.group_id, groups.c.prompt_index, groups.c.version)
     this = (*rows_of(actor, groups), groups.c.lease_key == key, is_open)
     row = connection.execute(query.where(*this)).one_or_none()

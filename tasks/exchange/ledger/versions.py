@@ -145,13 +145,14 @@ def usable_version(connection: Connection, actor: Actor, said: int) -> int | Non
         said: the number it says it has loaded. It may lag or lead what `set_loaded` recorded by the load under way, and
             the older one is the safe one. A replica that recorded nothing has the prepared model, which is version 0.
     """
-    claimed_states = (
-        select(policy_versions.c.state).join_from(weight_claims, policy_versions).where(*rows_of(actor, weight_claims))
-    )
-    if "abandoned" in set(connection.scalars(claimed_states)):
-        return None
-    loaded = connection.scalar(select(actors.c.loaded_number).where(*rows_of(actor, actors)))
-    return min(said, loaded or 0)
+    # Claim by claim: as a join, a planner may begin with all versions there are.
+    versions, claims = policy_versions.c, weight_claims.c
+    this = (versions.run_id == claims.run_id, versions.lineage == claims.lineage, versions.number == claims.number)
+    state = select(versions.state).where(*this).scalar_subquery()
+    abandoned = select(claims.number).where(*rows_of(actor, weight_claims), state == "abandoned")
+    query = select(actors.c.loaded_number, abandoned.exists()).where(*rows_of(actor, actors))
+    loaded, is_abandoned = connection.execute(query).one()
+    return None if is_abandoned else min(said, loaded or 0)
 
 
 def newest_possible_version(connection: Connection, actor: Actor) -> int:

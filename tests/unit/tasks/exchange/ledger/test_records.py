@@ -7,7 +7,7 @@ from sqlalchemy import select
 
 from tasks.exchange.ledger import Actor, Ledger
 from tasks.exchange.ledger.database import now_s
-from tests.support.ledger import RUN, STEPS, load, run_two_steps
+from tests.support.ledger import RUN, STEPS, B, lease, load, run_two_steps, score, take
 
 VERSIONS = [(0, number) for number in range(4)]
 """Those whose files are on storage."""
@@ -60,6 +60,21 @@ def test_progress_is_derived_from_the_rows(ledger: Ledger, trainer: Actor, repli
     assert progress.outcomes == {"scored": 15, "timeout": 5, "error": 0, "truncated": 0}
     assert (progress.response_tokens, progress.latest_version) == (48, (0, 2))
     assert progress.reward_mean == pytest.approx(0.5)
+
+
+def test_the_largest_staleness_is_over_all_steps(ledger: Ledger, trainer: Actor, replica: Actor) -> None:
+    for leased in [lease(ledger, replica) for _ in range(2 * B)]:
+        score(ledger, replica, leased)
+    seen = []
+    for step in range(STEPS):
+        ledger.record_version(trainer, step, "path")
+        load(ledger, replica, (0, step))
+        if step == 2:
+            for leased in [lease(ledger, replica, 2) for _ in range(B)]:
+                score(ledger, replica, leased)
+        seen.append(max(step - row.version for row in take(ledger, trainer, step)))
+        assert ledger.progress(RUN).max_staleness_seen == max(seen)
+    assert seen == [0, 1, 0]
 
 
 def test_an_evaluation_is_claimed_by_who_has_the_version(ledger: Ledger, trainer: Actor, replica: Actor) -> None:
