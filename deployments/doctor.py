@@ -289,7 +289,7 @@ def check_gpu_line(line: str) -> Finding:
 
 def check_devices(versions: Mapping[str, str]) -> list[Finding]:
     """That a run has a device to generate and one to train; nothing is said where the packages to look are missing."""
-    if not versions.keys() >= {"psutil", "pydantic"}:
+    if not versions.keys() >= {"psutil", "pydantic", "nvidia-ml-py"}:
         return []
     from tasks.machine.discovery import discover_machine  # not before: it needs third-party packages
 

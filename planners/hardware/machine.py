@@ -9,7 +9,8 @@ from pydantic import BaseModel, ConfigDict, Field
 class Device(BaseModel):
     """One accelerator, or one CPU core that works as one.
 
-    `index` is the CUDA ordinal of a GPU and the operating system's core number of a CPU device.
+    `index` is a GPU's place in the order of the PCI bus, slices of one counted through, and the operating system's core
+    number of a CPU device.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -18,6 +19,8 @@ class Device(BaseModel):
     device_type: str = Field(pattern=r"^[a-z0-9][a-z0-9-]*$", description="Also the name of its Prefect work pool.")
     kind: Literal["cuda", "cpu"]
     memory_bytes: int = Field(gt=0, description="Device memory; a CPU device's share of the machine's memory.")
+    uuid: str = Field(default="", description="What the driver calls a GPU for good; empty for cores.")
+    compute_capability: str = Field(default="", description="Of a GPU, such as 9.0.")
 
 
 class Machine(BaseModel):

@@ -3,28 +3,26 @@
 import os
 import platform
 import re
-import shutil
-import subprocess
 
 from planners.errors import UserError
 from planners.hardware.machine import Device, Machine
+from tasks.machine.gpus import visible_gpus
 from tasks.machine.memory import memory_bytes
 
 CONTROL = "control"
 """The work pool of flows that decide; device types name pools too, so none may be called like it."""
-QUERY_DEADLINE_S = 30.0
 _TYPE = re.compile(r"[a-z0-9][a-z0-9-]*")
 
 
 def discover_machine() -> Machine:
     """This machine and its devices.
 
-    Devices are the GPUs that nvidia-smi lists, else the CPU cores this process may run on, of type `cpu`.
+    Devices are the GPUs that the NVIDIA driver lists, else the CPU cores this process may run on, of type `cpu`.
     `HEXFLOW_DEVICES="fast=0;slow=1"` labels cores by hand instead: type=comma-separated core numbers. The name is
     `$HEXFLOW_MACHINE`, else the host's.
 
     Raises:
-        UserError: HEXFLOW_DEVICES is malformed or names a core that is not there; nvidia-smi fails.
+        UserError: HEXFLOW_DEVICES is malformed or names a core that is not there; the NVIDIA driver fails.
     """
     name = os.environ.get("HEXFLOW_MACHINE") or platform.node()
     return Machine(name=_slug(name) or "localhost", devices=_devices())
@@ -35,11 +33,7 @@ def _devices() -> tuple[Device, ...]:
     cores = sorted(os.sched_getaffinity(0))
     if labelled:
         return _cpu_devices(parse_device_labels(labelled, cores), len(cores))
-    if shutil.which("nvidia-smi"):
-        gpus = parse_gpu_list(_query_gpus())
-        if gpus:
-            return gpus
-    return _cpu_devices(dict.fromkeys(cores, "cpu"), len(cores))
+    return visible_gpus() or _cpu_devices(dict.fromkeys(cores, "cpu"), len(cores))
 
 
 def _cpu_devices(type_by_core: dict[int, str], cores: int) -> tuple[Device, ...]:
@@ -78,46 +72,6 @@ def parse_device_labels(text: str, cores: list[int]) -> dict[int, str]:
     if not types:
         raise UserError("HEXFLOW_DEVICES names no device: write type=core,core as in fast=0;slow=1, or unset it.")
     return types
-
-
-def _query_gpus() -> str:
-    argv = ["nvidia-smi", "--query-gpu=index,name,memory.total,uuid", "--format=csv,noheader,nounits"]
-    try:
-        done = subprocess.run(argv, capture_output=True, text=True, timeout=QUERY_DEADLINE_S, check=False)
-    except subprocess.TimeoutExpired:
-        raise UserError(f"nvidia-smi gave no answer in {QUERY_DEADLINE_S:.0f} s: check the NVIDIA driver.") from None
-    if done.returncode != 0:
-        reason = " ".join((done.stderr or done.stdout).split())
-        raise UserError(f"nvidia-smi failed ({reason}): mend the NVIDIA driver, or set HEXFLOW_DEVICES to use cores.")
-    return done.stdout
-
-
-def parse_gpu_list(text: str) -> tuple[Device, ...]:
-    """GPUs from nvidia-smi's lines `index, name, memory in MiB, uuid`; only those in CUDA_VISIBLE_DEVICES, if set.
-
-    Raises:
-        UserError: a GPU reports no memory of its own.
-    """
-    listed = os.environ.get("CUDA_VISIBLE_DEVICES")
-    visible = None if listed is None else {item.strip() for item in listed.split(",")}
-    gpus = []
-    for line in filter(None, text.splitlines()):
-        index, name, memory_mib, uuid = (field.strip() for field in line.split(","))
-        if visible is not None and not visible & {index, uuid}:
-            continue
-        if not memory_mib.isdecimal():
-            raise UserError(f"GPU {index} ({name}) reports no device memory ({memory_mib}); it cannot be planned for.")
-        memory_bytes = int(memory_mib) * 2**20
-        gpus.append(Device(index=int(index), device_type=gpu_type(name), kind="cuda", memory_bytes=memory_bytes))
-    return tuple(gpus)
-
-
-def gpu_type(name: str) -> str:
-    """Device type of an nvidia-smi name: `NVIDIA H100 80GB HBM3` → `h100`, `NVIDIA GeForce RTX 4090` → `rtx-4090`."""
-    words = [word for word in _slug(name).split("-") if word not in ("nvidia", "geforce", "tesla", "quadro")]
-    if words[:1] == ["rtx"]:
-        return "-".join(words[:2])
-    return words[0] if words else "gpu"
 
 
 def _slug(text: str) -> str:

@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 
 from planners.errors import UserError
+from tasks.machine.gpus import gpu_environment
 
 KILL_DEADLINE_S = 10.0
 """Longest time a process may take to vanish after SIGKILL; beyond it hangs in the kernel."""
@@ -56,11 +57,14 @@ def _end_own_group() -> None:
 
 
 def device_environment(kind: str, devices: Sequence[int]) -> dict[str, str]:
-    """Variables that bind a process to `devices`: CUDA ordinals (`kind` "cuda") or core numbers ("cpu")."""
-    listed = ",".join(str(device) for device in devices)
+    """Variables that bind a process to `devices` of this machine: numbers of GPUs (`kind` "cuda") or of cores ("cpu").
+
+    Raises:
+        UserError: there is no such GPU.
+    """
     if kind == "cuda":
-        return {"CUDA_VISIBLE_DEVICES": listed}
-    return {CPU_CORES: listed, "OMP_NUM_THREADS": str(len(devices))}
+        return gpu_environment(devices)
+    return {CPU_CORES: ",".join(map(str, devices)), "OMP_NUM_THREADS": str(len(devices))}
 
 
 def apply_device_environment() -> None:

@@ -166,7 +166,7 @@ def test_a_ledger_of_another_version_fails(tmp_path: Path) -> None:
     ("labels", "word"), [("fast:0", "fast=0;slow=1"), ("cpu=9999", "core 9999"), ("a=0", "needs 2")]
 )
 def test_device_labels_are_checked(labels: str, word: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    packages = {"psutil": "7", "pydantic": "2"}
+    packages = {"psutil": "7", "pydantic": "2", "nvidia-ml-py": "13"}
     assert [finding.verdict for finding in doctor.check_devices(packages)] == [Verdict.OK]
     assert doctor.check_devices({}) == []
     core = min(os.sched_getaffinity(0))
