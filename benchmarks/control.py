@@ -12,6 +12,7 @@ Gradients are kept as count sketches of 2^16 numbers, which preserve inner produ
 import argparse
 import json
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -133,7 +134,9 @@ def sample(policy: Policy, source: PromptSource, tokenizer: Any, experiment: Exp
 
 def measure(gradients: Gradients, groups: Sequence[TrainingGroup], direction: Tensor, seed: int) -> dict[str, float]:
     """First-order gains of one step by kind of advantages, each with the standard error of its mean over the deals."""
-    sketches = torch.stack([gradients.of(g.prompt_ids, a.token_ids)[1] for g in groups for a in g.answers]).double()
+    contents = [group.read() for group in groups]
+    answers = [(content.prompt_ids, answer.token_ids) for content in contents for answer in content.trajectories]
+    sketches = torch.stack([gradients.of(*answer)[1] for answer in answers]).double()
     gram, pulls = (sketches @ sketches.T).numpy(), (sketches @ direction.double()).numpy()
     tokens = sum(group.trained_tokens for group in groups)
 
@@ -145,9 +148,7 @@ def measure(gradients: Gradients, groups: Sequence[TrainingGroup], direction: Te
 
     def permuted(deal: int) -> list[TrainingGroup]:
         generator = np.random.default_rng([seed, deal])
-        return [
-            TrainingGroup(g.prompt_ids, g.answers, tuple(generator.permutation(g.advantages).tolist())) for g in groups
-        ]
+        return [replace(group, advantages=tuple(generator.permutation(group.advantages).tolist())) for group in groups]
 
     result = {"real": gains(groups)[0]}
     for name, deals in (

@@ -14,11 +14,12 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from planners.errors import UserError
 
 _RETRY_S = 0.05
+_Read = TypeVar("_Read")
 _DISK_REFUSES = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM}
 
 
@@ -94,8 +95,8 @@ def remove_directory(path: Path) -> None:
     shutil.rmtree(temporary)
 
 
-def read_when_there(path: Path, deadline_s: float) -> bytes:
-    """Read a file that another machine has announced but that storage may not show here yet.
+def read_when_there(path: Path, deadline_s: float, read: Callable[[Path], _Read]) -> _Read:
+    """What `read` makes of a file that another machine has announced but that storage may not show here yet.
 
     Raises:
         TimeoutError: it did not appear within `deadline_s` seconds.
@@ -103,7 +104,7 @@ def read_when_there(path: Path, deadline_s: float) -> bytes:
     give_up = time.monotonic() + deadline_s
     while True:
         try:
-            return path.read_bytes()
+            return read(path)
         except OSError as error:
             if error.errno not in (errno.ENOENT, errno.ESTALE):
                 raise

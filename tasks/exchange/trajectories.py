@@ -10,16 +10,17 @@ a loaded group are views of what was read. Arrays are read-only. What holds arra
 import json
 import math
 import struct
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import pairwise
+from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from safetensors.numpy import load, save
+from safetensors.numpy import save
 
 from tasks.exchange.files import read_when_there, write_atomic
 from tasks.exchange.layout import RunDirectory, group_of
@@ -31,6 +32,15 @@ TokenIds = NDArray[np.int32]
 Logprobs = NDArray[np.float32]
 _NO_TOKENS: TokenIds = np.zeros(0, np.int32)
 _NO_LOGPROBS: Logprobs = np.zeros(0, np.float32)
+_TOKENS = ("prompt_ids", "token_ids", "logprobs")
+"""The tensors of a payload that are as long as its texts; all others are small."""
+_DTYPES: dict[str, np.dtype[Any]] = {
+    "I32": np.dtype("<i4"),
+    "I64": np.dtype("<i8"),
+    "F32": np.dtype("<f4"),
+    "F64": np.dtype("<f8"),
+}
+"""By their names in safetensors files."""
 
 
 class Outcome(StrEnum):
@@ -86,6 +96,61 @@ class Segment:
 
 
 @dataclass(frozen=True, slots=True)
+class AnswerOutline:
+    """An answer without its tokens: what decides whether it is trained on, and by whom.
+
+    `trained_tokens` counts those of trainable segments, and `versions` are those of these segments; see `Trajectory`.
+    """
+
+    outcome: Outcome
+    reward: float
+    tokens: int
+    trained_tokens: int
+    versions: tuple[int, ...]
+
+    @classmethod
+    def of(cls, outcome: Outcome, reward: float, segments: Sequence[tuple[int, int, bool]]) -> "AnswerOutline":
+        """From the tokens, the version and the trainability of every segment."""
+        trained = [(tokens, version) for tokens, version, trainable in segments if trainable and tokens]
+        return cls(
+            outcome=outcome,
+            reward=reward,
+            tokens=sum(tokens for tokens, _, _ in segments),
+            trained_tokens=sum(tokens for tokens, _ in trained),
+            versions=tuple(version for _, version in trained),
+        )
+
+    @property
+    def masked(self) -> bool:
+        """Whether the answer is left out of training."""
+        return self.outcome in _MASKED
+
+    @property
+    def oldest_version(self) -> int:
+        """Policy version of the oldest trainable token. Raises ValueError where there is none."""
+        return min(self.versions)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupOutline:
+    """A group without its tokens; see `Group`."""
+
+    group_id: int
+    prompt_tokens: int
+    trajectories: tuple[AnswerOutline, ...]
+
+    @property
+    def trained(self) -> tuple[AnswerOutline, ...]:
+        """The answers that are not masked."""
+        return tuple(answer for answer in self.trajectories if not answer.masked)
+
+    @property
+    def oldest_version(self) -> int:
+        """The group's version: that of its oldest trained token. Raises ValueError where nothing is trained on."""
+        return min(answer.oldest_version for answer in self.trained)
+
+
+@dataclass(frozen=True, slots=True)
 class Trajectory:
     """One answer: its segments in order, how it ended, and its reward (nan exactly when it is masked)."""
 
@@ -117,7 +182,13 @@ class Trajectory:
     @property
     def oldest_version(self) -> int:
         """Policy version of the oldest trainable token. Raises ValueError where there is none."""
-        return min(segment.version for segment in self.segments if segment.trainable and len(segment.token_ids))
+        return self.outline.oldest_version
+
+    @property
+    def outline(self) -> AnswerOutline:
+        """The answer without its tokens."""
+        sizes = [(len(segment.token_ids), segment.version, segment.trainable) for segment in self.segments]
+        return AnswerOutline.of(self.outcome, self.reward, sizes)
 
 
 @dataclass(frozen=True, slots=True, init=False, eq=False)
@@ -158,7 +229,17 @@ class Group:
     @property
     def oldest_version(self) -> int:
         """The group's version: that of its oldest trained token. Raises ValueError where nothing is trained on."""
-        return min(trajectory.oldest_version for trajectory in self.trained)
+        return self.outline.oldest_version
+
+    @property
+    def outline(self) -> GroupOutline:
+        """The group without its tokens."""
+        answers = tuple(trajectory.outline for trajectory in self.trajectories)
+        return GroupOutline(self.group_id, len(self.prompt_ids), answers)
+
+    def with_answers(self, numbers: Iterable[int]) -> "Group":
+        """The group with only these of its answers, by their numbers."""
+        return Group(self.group_id, self.prompt_index, self.prompt_ids, tuple(self.trajectories[n] for n in numbers))
 
     @property
     def newest_version(self) -> int:
@@ -205,34 +286,110 @@ def save_group(path: Path, group: Group) -> None:
     write_atomic(path, save({name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}, metadata))
 
 
-def load_group(path: Path, deadline_s: float = 30.0) -> Group:
-    """Read a payload, waiting up to `deadline_s` seconds for storage to show it.
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a tensor lies in a payload."""
+
+    name: str
+    dtype: np.dtype[Any]
+    start: int
+    size: int
+
+    def read(self, file: BinaryIO, first: int = 0, end: int | None = None) -> NDArray[Any]:
+        """Its elements from `first` to before `end`.
+
+        Raises:
+            ValueError: the file ends before them.
+        """
+        count = (self.size if end is None else end) - first
+        file.seek(self.start + first * self.dtype.itemsize)
+        data = file.read(count * self.dtype.itemsize)
+        if len(data) < count * self.dtype.itemsize:
+            raise ValueError(f"{file.name} is damaged: it ends within {self.name}")
+        return np.frombuffer(data, self.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredGroup:
+    """A payload that was opened: its outline is here, its tokens are read when they are asked for."""
+
+    path: Path
+    deadline_s: float
+    outline: GroupOutline
+    prompt_index: int
+    replicas: tuple[str, ...]
+    columns: Mapping[str, list[Any]]
+    tokens: Mapping[str, _Place]
+
+    def with_answers(self, numbers: Iterable[int]) -> Group:
+        """The group with only these of its answers, by their numbers; nothing else is read.
+
+        Raises:
+            TimeoutError: the file went away.
+            ValueError: the file is damaged.
+        """
+        kept = list(numbers)
+        return read_when_there(self.path, self.deadline_s, lambda path: self._read(path, kept))
+
+    def _read(self, path: Path, numbers: Sequence[int]) -> Group:
+        with path.open("rb") as file:
+            answers = tuple(self._trajectory(file, number) for number in numbers)
+            return Group(self.outline.group_id, self.prompt_index, self.tokens["prompt_ids"].read(file), answers)
+
+    def _trajectory(self, file: BinaryIO, number: int) -> Trajectory:
+        columns, starts = self.columns, self.columns["segment_start"]
+        first, end = columns["trajectory_start"][number : number + 2]
+        begin = starts[first]
+        token_ids = self.tokens["token_ids"].read(file, begin, starts[end])
+        logprobs = self.tokens["logprobs"].read(file, begin, starts[end])
+        segments = tuple(
+            Segment(
+                token_ids[starts[k] - begin : starts[k + 1] - begin],
+                logprobs[starts[k] - begin : starts[k + 1] - begin],
+                columns["segment_version"][k],
+                self.replicas[columns["segment_replica"][k]],
+                bool(columns["segment_trainable"][k]),
+            )
+            for k in range(first, end)
+        )
+        outline = self.outline.trajectories[number]
+        return Trajectory(segments, outline.outcome, outline.reward)
+
+
+def open_group(path: Path, deadline_s: float = 30.0) -> StoredGroup:
+    """Open a payload, waiting up to `deadline_s` seconds for storage to show it; tokens are not read.
 
     Raises:
         TimeoutError: the file did not appear.
-        ValueError: the file is no payload of this format.
+        ValueError: the file is no payload of this format, or damaged.
     """
-    data = read_when_there(path, deadline_s)
-    (header_bytes,) = struct.unpack_from("<Q", data)
-    metadata = json.loads(data[8 : 8 + header_bytes])["__metadata__"]
-    if metadata["format"] != _FORMAT:
-        raise ValueError(f"{path} has the format {metadata['format']}, not {_FORMAT}")
-    tensors = load(data)
-    replicas = json.loads(metadata["replicas"])
-    token_ids, logprobs = tensors.pop("token_ids"), tensors.pop("logprobs")
-    columns = {name: tensor.tolist() for name, tensor in tensors.items() if name != "prompt_ids"}
-    segments = [
-        Segment(token_ids[start:end], logprobs[start:end], version, replicas[replica], bool(trainable))
-        for (start, end), version, replica, trainable in zip(
-            pairwise(columns["segment_start"]),
-            columns["segment_version"],
-            columns["segment_replica"],
-            columns["segment_trainable"],
-            strict=True,
-        )
-    ]
-    trajectories = tuple(
-        Trajectory(tuple(segments[first:end]), _OUTCOMES[outcome], reward)
+    return read_when_there(path, deadline_s, lambda there: _open(there, deadline_s))
+
+
+def load_group(path: Path, deadline_s: float = 30.0) -> Group:
+    """Read a payload with all of its tokens; see `open_group`."""
+    stored = open_group(path, deadline_s)
+    return stored.with_answers(range(len(stored.outline.trajectories)))
+
+
+def _open(path: Path, deadline_s: float) -> StoredGroup:
+    with path.open("rb") as file:
+        (header_bytes,) = struct.unpack("<Q", file.read(8))
+        header = json.loads(file.read(header_bytes))
+        metadata = header.pop("__metadata__")
+        if metadata["format"] != _FORMAT:
+            raise ValueError(f"{path} has the format {metadata['format']}, not {_FORMAT}")
+        places = {
+            name: _Place(
+                name, _DTYPES[entry["dtype"]], 8 + header_bytes + entry["data_offsets"][0], prod(entry["shape"])
+            )
+            for name, entry in header.items()
+        }
+        columns = {name: place.read(file).tolist() for name, place in places.items() if name not in _TOKENS}
+    sizes = [end - start for start, end in pairwise(columns["segment_start"])]
+    segments = list(zip(sizes, columns["segment_version"], columns["segment_trainable"], strict=True))
+    answers = tuple(
+        AnswerOutline.of(_OUTCOMES[outcome], reward, segments[first:end])
         for (first, end), outcome, reward in zip(
             pairwise(columns["trajectory_start"]),
             columns["trajectory_outcome"],
@@ -240,7 +397,15 @@ def load_group(path: Path, deadline_s: float = 30.0) -> Group:
             strict=True,
         )
     )
-    return Group(int(metadata["group_id"]), int(metadata["prompt_index"]), tensors["prompt_ids"], trajectories)
+    return StoredGroup(
+        path=path,
+        deadline_s=deadline_s,
+        outline=GroupOutline(int(metadata["group_id"]), places["prompt_ids"].size, answers),
+        prompt_index=int(metadata["prompt_index"]),
+        replicas=tuple(json.loads(metadata["replicas"])),
+        columns=columns,
+        tokens={name: places[name] for name in _TOKENS},
+    )
 
 
 def found_payloads(run: RunDirectory) -> list[int]:

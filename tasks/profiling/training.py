@@ -12,13 +12,13 @@ import torch
 from planners.workload.step import Workload
 from tasks.config.experiment import Experiment
 from tasks.exchange.layout import RunDirectory
-from tasks.exchange.trajectories import Outcome, Segment, Trajectory
+from tasks.exchange.trajectories import Group, Outcome, Segment, Trajectory
 from tasks.exchange.weights import publish_weights, verify_weights
 from tasks.models.dtypes import torch_dtype
 from tasks.profiling.hardware import finish
 from tasks.training.engine import Engine, load_engine
 from tasks.training.export import write_weights
-from tasks.training.packing import TrainingGroup
+from tasks.training.packing import TrainingGroup, training_group
 from tasks.training.ranks import join_ranks
 
 MOST_TOKENS = 65_536
@@ -81,8 +81,8 @@ def made_up_groups(prompts: Sequence[Sequence[int]], workload: Workload, answer_
         prompt_ids = np.array(prompt, np.int32)
         tokens = np.resize(prompt_ids, answer_tokens)
         answer = Trajectory((Segment(tokens, np.full(answer_tokens, -1.0), 0, "profile"),), Outcome.SCORED, 0.0)
-        advantages = tuple(1.0 if number % 2 else -1.0 for number in range(workload.group_size))
-        groups.append(TrainingGroup(prompt_ids, (answer,) * workload.group_size, advantages))
+        group = Group(0, 0, prompt_ids, (answer,) * workload.group_size)
+        groups.append(training_group(group, [1.0 if number % 2 else -1.0 for number in range(workload.group_size)]))
     return groups
 
 

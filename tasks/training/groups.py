@@ -5,18 +5,30 @@ from dataclasses import replace
 
 import numpy as np
 
-from tasks.exchange.trajectories import Group
+from tasks.exchange.trajectories import Group, StoredGroup
 from tasks.training.algorithms.base import AlgorithmSection
 from tasks.training.packing import TrainingGroup
 
 
-def with_advantages(groups: Sequence[Group], algorithm: AlgorithmSection) -> list[TrainingGroup]:
-    """Each group with its unmasked answers and the advantages that the algorithm gives them; all groups of a step."""
-    counted = [tuple(answer for answer in group.trained if answer.tokens) for group in groups]
-    advantages = algorithm.advantages([[answer.reward for answer in answers] for answers in counted])
+def with_advantages(groups: Sequence[Group | StoredGroup], algorithm: AlgorithmSection) -> list[TrainingGroup]:
+    """Each group with its unmasked answers and the advantages that the algorithm gives them; all groups of a step.
+
+    Outlines are enough for that, so of stored groups nothing is read.
+    """
+    outlines = [group.outline for group in groups]
+    counted = [
+        tuple(number for number, answer in enumerate(outline.trajectories) if answer.tokens and not answer.masked)
+        for outline in outlines
+    ]
+    rewards = [
+        [outline.trajectories[number].reward for number in numbers]
+        for outline, numbers in zip(outlines, counted, strict=True)
+    ]
     return [
-        TrainingGroup(group.prompt_ids, answers, tuple(of_group))
-        for group, answers, of_group in zip(groups, counted, advantages, strict=True)
+        TrainingGroup(group, outline, numbers, tuple(advantages))
+        for group, outline, numbers, advantages in zip(
+            groups, outlines, counted, algorithm.advantages(rewards), strict=True
+        )
     ]
 
 

@@ -22,7 +22,7 @@ from planners.errors import UserError
 from tasks.config.experiment import Experiment
 from tasks.exchange.layout import RunDirectory
 from tasks.exchange.ledger import Actor, Fenced, GroupRow, Ledger
-from tasks.exchange.trajectories import Group, Outcome, delete_payloads, found_payloads
+from tasks.exchange.trajectories import GroupOutline, Outcome, delete_payloads, found_payloads
 from tasks.exchange.weights import delete_unused, found_versions, publish_weights
 from tasks.lifecycle.heartbeat import Heartbeat
 from tasks.tracking.tracker import Tracker
@@ -163,7 +163,7 @@ class Leader:
         )
 
 
-def batch_metrics(rows: Sequence[GroupRow], groups: Sequence[Group], step: int) -> dict[str, float]:
+def batch_metrics(rows: Sequence[GroupRow], groups: Sequence[GroupOutline], step: int) -> dict[str, float]:
     """What the data of a step looks like: rewards, lengths, outcomes and staleness, by metric name."""
     answers = [answer for group in groups for answer in group.trajectories]
     trained = [answer for group in groups for answer in group.trained]

@@ -12,7 +12,7 @@ An answer's last token predicts nothing, so it is a target and never an input.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,40 +20,60 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tasks.exchange.trajectories import TokenIds, Trajectory
+from tasks.exchange.trajectories import Group, GroupOutline, StoredGroup, TokenIds
 
 Index = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TrainingGroup:
-    """A prompt with the answers that count (the unmasked ones) and one advantage for each."""
+    """A group's answers that count (unmasked ones), by their numbers in it, and one advantage for each.
 
-    prompt_ids: TokenIds
-    answers: tuple[Trajectory, ...]
+    Everything is decided by the outline; tokens stay in `source` until a micro-batch is laid out of them.
+    """
+
+    source: Group | StoredGroup
+    outline: GroupOutline
+    numbers: tuple[int, ...]
     advantages: tuple[float, ...]
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Length of the prompt."""
+        return self.outline.prompt_tokens
 
     @property
     def packed_tokens(self) -> int:
         """Tokens this group adds to a packed sequence."""
-        return len(self.prompt_ids) + sum(self.answer_sizes)
+        return self.prompt_tokens + sum(self.answer_sizes)
 
     @property
     def trained_tokens(self) -> int:
         """Answer tokens that the loss counts: those of trainable segments."""
-        return sum(len(s.token_ids) for answer in self.answers for s in answer.segments if s.trainable)
+        return sum(self.outline.trajectories[number].trained_tokens for number in self.numbers)
 
     @property
     def answer_sizes(self) -> list[int]:
         """Tokens that each answer adds to a packed sequence."""
-        return [answer.tokens - 1 for answer in self.answers]
+        return [self.outline.trajectories[number].tokens - 1 for number in self.numbers]
 
-    def part(self, numbers: Iterable[int]) -> "TrainingGroup":
-        """The prompt with some of the answers, by their numbers; in the group's order."""
-        kept = sorted(numbers)
-        return TrainingGroup(
-            self.prompt_ids, tuple(self.answers[k] for k in kept), tuple(self.advantages[k] for k in kept)
+    def part(self, places: Iterable[int]) -> "TrainingGroup":
+        """The prompt with some of the answers, by their places among these; in the group's order."""
+        kept = sorted(places)
+        return replace(
+            self,
+            numbers=tuple(self.numbers[k] for k in kept),
+            advantages=tuple(self.advantages[k] for k in kept),
         )
+
+    def read(self) -> Group:
+        """The prompt and these answers with their tokens."""
+        return self.source.with_answers(self.numbers)
+
+
+def training_group(group: Group, advantages: Sequence[float]) -> TrainingGroup:
+    """All answers of a group that is in memory."""
+    return TrainingGroup(group, group.outline, tuple(range(len(group.trajectories))), tuple(advantages))
 
 
 class MicroBatch(NamedTuple):
@@ -100,7 +120,7 @@ class MicroBatch(NamedTuple):
 
 
 def hand_of(groups: Sequence[TrainingGroup], tokens_per_micro_batch: int, rank: int, ranks: int) -> list[MicroBatch]:
-    """The micro-batches of one rank; every rank passes the same groups.
+    """The micro-batches of one rank; every rank passes the same groups, and reads the tokens of its own share only.
 
     Every rank gets the same number of micro-batches, because ranks step through collectives together: short ranks are
     filled up with empty ones.
@@ -117,7 +137,7 @@ def deal(groups: Sequence[TrainingGroup], ranks: int) -> list[list[TrainingGroup
     on every rank that has answers of its group, so groups are not cut where it would not help.
     """
     sizes = [group.answer_sizes for group in groups]
-    prompts = [len(group.prompt_ids) for group in groups]
+    prompts = [group.prompt_tokens for group in groups]
     totals = [group.packed_tokens for group in groups]
     hands: list[dict[int, set[int]]] = [{} for _ in range(ranks)]
     loads = [0] * ranks
@@ -179,7 +199,7 @@ def pack(groups: Sequence[TrainingGroup], tokens_per_micro_batch: int) -> list[l
 
 def split(group: TrainingGroup, tokens: int) -> list[TrainingGroup]:
     """Cut a group into the fewest even parts of at most so many tokens; a longer answer is a part of its own."""
-    sizes, prompt = group.answer_sizes, len(group.prompt_ids)
+    sizes, prompt = group.answer_sizes, group.prompt_tokens
     for count in range(1, len(sizes)):
         parts = _even_parts(sizes, count)
         if all(len(part) == 1 or prompt + sum(sizes[k] for k in part) <= tokens for part in parts):
@@ -212,14 +232,15 @@ def lay_out(groups: Sequence[TrainingGroup]) -> MicroBatch:
     branch_ids: list[Index] = []
     predict_at: list[Index] = []
     at = branch = 0
-    for number, group in enumerate(groups):
-        prompt = len(group.prompt_ids)
-        inputs.append(group.prompt_ids)
+    contents = [group.read() for group in groups]
+    for number, (group, content) in enumerate(zip(groups, contents, strict=True)):
+        prompt = group.prompt_tokens
+        inputs.append(content.prompt_ids)
         positions.append(np.arange(prompt))
         branch_ids.append(np.zeros(prompt, np.int64))
         at += prompt
         prompt_end = at - 1
-        for answer, size in zip(group.answers, group.answer_sizes, strict=True):
+        for answer, size in zip(content.trajectories, group.answer_sizes, strict=True):
             branch += 1
             inputs.append(answer.token_ids[:-1])
             positions.append(np.arange(prompt, prompt + size))
@@ -227,7 +248,7 @@ def lay_out(groups: Sequence[TrainingGroup]) -> MicroBatch:
             predict_at += [np.array([prompt_end]), np.arange(at, at + size)]
             at += size
         group_ids.append(np.full(group.packed_tokens, number))
-    answers = [answer for group in groups for answer in group.answers]
+    answers = [answer for content in contents for answer in content.trajectories]
     advantages = np.array([advantage for group in groups for advantage in group.advantages], np.float32)
     segments = [segment for answer in answers for segment in answer.segments]
     lengths = [len(segment.token_ids) for segment in segments]

@@ -19,7 +19,7 @@ from tasks.config.experiment import Experiment
 from tasks.config.settings import load_settings
 from tasks.exchange.layout import RunDirectory
 from tasks.exchange.ledger import Fenced, GroupRow, Ledger
-from tasks.exchange.trajectories import Group, load_group
+from tasks.exchange.trajectories import StoredGroup, open_group
 from tasks.lifecycle.heartbeat import FENCED_EXIT_STATUS, Heartbeat
 from tasks.machine.processes import apply_device_environment, die_with_parent
 from tasks.models.dtypes import torch_dtype
@@ -69,7 +69,7 @@ class Trainer:
     def _step(self, step: int) -> None:
         started = time.monotonic()
         rows, wait_s = self._leader.take_groups(step) if self._leader else ([], 0.0)
-        groups = self._load(rows, step)
+        groups = self._open(rows, step)
         train_started = time.monotonic()
         result = self._update(groups, step)
         train_s = time.monotonic() - train_started
@@ -80,7 +80,7 @@ class Trainer:
         if self._leader:
             step_s = time.monotonic() - started
             times = {"step_s": step_s, "wait_s": wait_s, "train_s": train_s, "publish_s": publish_s}
-            data = batch_metrics(rows, groups, step)
+            data = batch_metrics(rows, [group.outline for group in groups], step)
             rates = {"throughput/response_tokens_per_s": data["response_tokens"] / step_s}
             rates["wait/trainer_for_rollouts"] = wait_s / step_s
             updates = {"updates": float(result.updates), "nonfinite/updates": float(result.skipped)}
@@ -93,22 +93,26 @@ class Trainer:
                 )
             _log.info("step %d: reward %.3f, %.1f s, waited %.1f s", step, data["reward/mean"], step_s, wait_s)
 
-    def _load(self, rows: list[GroupRow], step: int) -> list[Group]:
-        """The step's groups, on every rank; rank 0 knows which."""
+    def _open(self, rows: list[GroupRow], step: int) -> list[StoredGroup]:
+        """The step's groups, on every rank; rank 0 knows which. Their tokens stay on storage.
+
+        From the outlines every rank knows which groups teach something and which answers are its own, and reads those.
+        """
         count = self._experiment.workload.prompts_per_step
         ids = self._ranks.share([row.group_id for row in rows] or [0] * count)
-        groups = [load_group(self._run.group_path(group_id)) for group_id in ids]
+        groups = [open_group(self._run.group_path(group_id)) for group_id in ids]
         bound = self._experiment.workload.max_staleness
         for group in groups:
             # The ledger has the version that the replica reported; the tokens themselves are the proof.
-            if step - group.oldest_version > bound:
+            oldest = group.outline.oldest_version
+            if step - oldest > bound:
                 raise RuntimeError(
-                    f"group {group.group_id} has a token of version {group.oldest_version}, more than {bound} versions "
+                    f"group {group.outline.group_id} has a token of version {oldest}, more than {bound} versions "
                     f"older than step {step}"
                 )
         return groups
 
-    def _update(self, groups: list[Group], step: int) -> StepResult:
+    def _update(self, groups: list[StoredGroup], step: int) -> StepResult:
         batch = with_advantages(groups, self._experiment.algorithm)
         if self._experiment.algorithm.permute_advantages:
             batch = permute_advantages(batch, self._experiment.run.seed, step)

@@ -94,15 +94,15 @@ def test_ranks_wait_for_the_busiest_as_the_trainer_deals_answers(
     groups: int, size: int, prompt: int, lengths: Lengths, ranks: int
 ) -> None:
     """Of no more ranks than groups, a tenth apart at most: the trainer deals by tokens and keeps groups together."""
-    from tasks.exchange.trajectories import Outcome, Segment, Trajectory
-    from tasks.training.packing import TrainingGroup, deal
+    from tasks.exchange.trajectories import Group, Outcome, Segment, Trajectory
+    from tasks.training.packing import deal, training_group
 
     count, points = groups * size, lengths.points
     tokens = [int(points[int((i + 0.5) * len(points) / count)]) for i in range(count)]
     random.Random(0).shuffle(tokens)
     answers = [Trajectory((Segment((1,) * n, (-1.0,) * n, 0, "r"),), Outcome.SCORED, 1.0) for n in tokens]
     minibatch = [
-        TrainingGroup(np.ones(prompt, np.int32), tuple(answers[g::groups]), (1.0,) * size) for g in range(groups)
+        training_group(Group(g, g, np.ones(prompt), tuple(answers[g::groups])), [1.0] * size) for g in range(groups)
     ]
     busiest = max(sum(part.packed_tokens for part in hand) for hand in deal(minibatch, ranks))
     cost = TrainingCost(MODEL, Demand(groups, size, 2, constant(prompt), lengths, 28672), CATALOGUE)

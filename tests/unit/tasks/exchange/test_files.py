@@ -101,13 +101,13 @@ def test_reader_waits_for_a_file_that_comes_late(tmp_path: Path) -> None:
     path = tmp_path / "late"
     writer = threading.Timer(0.1, write_atomic, (path, b"here"))
     writer.start()
-    assert read_when_there(path, deadline_s=30.0) == b"here"
+    assert read_when_there(path, 30.0, Path.read_bytes) == b"here"
     writer.join()
 
 
 def test_reader_gives_up_and_names_the_file(tmp_path: Path) -> None:
     with pytest.raises(TimeoutError, match="never-there"):
-        read_when_there(tmp_path / "never-there", deadline_s=0.0)
+        read_when_there(tmp_path / "never-there", 0.0, Path.read_bytes)
 
 
 def test_names_are_read_back(tmp_path: Path) -> None:

@@ -203,7 +203,7 @@ def test_made_up_groups_have_the_sizes_of_a_step() -> None:
 
     groups = made_up_groups([[5, 6, 7]] * 3, Workload(group_size=4), 5)
     assert [group.trained_tokens for group in groups] == [20, 20, 20]
-    assert groups[0].answers[0].token_ids.tolist() == [5, 6, 7, 5, 6]
+    assert groups[0].read().trajectories[0].token_ids.tolist() == [5, 6, 7, 5, 6]
     assert all(sum(group.advantages) == 0 and all(group.advantages) for group in groups)
     assert len(made_up_groups([[1]] * 9, Workload(group_size=4), MOST_TOKENS // 8)) == 2
     assert len(made_up_groups([[1]] * 9, Workload(group_size=4), MOST_TOKENS)) == 1

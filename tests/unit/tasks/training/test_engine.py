@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tasks.config.training import OptimizerSection
-from tasks.exchange.trajectories import Group, Outcome, Segment, Trajectory
+from tasks.exchange.trajectories import Group, Outcome, Segment, Trajectory, open_group, save_group
 from tasks.training import groups as groups_module
 from tasks.training.algorithms import Cispo, DecoupledPpo
 from tasks.training.algorithms.base import AlgorithmSection, LossSums
@@ -31,9 +32,10 @@ def with_advantages(groups: Sequence[Group]) -> list[TrainingGroup]:
 
 
 def plain_logprobs(model: torch.nn.Module, group: TrainingGroup, k: int) -> torch.Tensor:
-    answer = group.answers[k].token_ids.tolist()
-    row = torch.tensor([[*group.prompt_ids.tolist(), *answer]])
-    logprobs = model(row).logits[0, len(group.prompt_ids) - 1 : -1].log_softmax(-1)
+    content = group.read()
+    answer = content.trajectories[k].token_ids.tolist()
+    row = torch.tensor([[*content.prompt_ids.tolist(), *answer]])
+    logprobs = model(row).logits[0, group.prompt_tokens - 1 : -1].log_softmax(-1)
     return logprobs.gather(1, torch.tensor(answer)[:, None])[:, 0]
 
 
@@ -48,14 +50,14 @@ def plain_steps(
         n = choices.minibatches
         chunks = [groups[k::n] for k in range(n)]
         prox = [
-            [plain_logprobs(model, g, k).detach() for g in chunk for k in range(len(g.answers))] for chunk in chunks
+            [plain_logprobs(model, g, k).detach() for g in chunk for k in range(len(g.numbers))] for chunk in chunks
         ]
         for chunk, old in zip(chunks, prox, strict=True):
             total, tokens, at = torch.zeros(()), 0, 0
             for group in chunk:
                 for k, advantage in enumerate(group.advantages):
                     new = plain_logprobs(model, group, k)
-                    behave = torch.tensor(group.answers[k].segments[0].logprobs)
+                    behave = torch.tensor(group.read().trajectories[k].segments[0].logprobs)
                     weight = (old[at] - behave).exp().clamp(max=PPO.behaviour_weight_cap)
                     ratio = (new - old[at]).exp()
                     bounded = ratio.clamp(1 - PPO.clip, 1 + PPO.clip)
@@ -149,7 +151,7 @@ def test_an_update_that_is_not_finite_changes_nothing_and_is_counted(zero_stage:
     groups = with_advantages(random_groups(6, seed=0))
     engine.train_step(groups, 0)
     before = parameters_of(engine)
-    poisoned = [TrainingGroup(g.prompt_ids, g.answers, (math.nan,) * len(g.answers)) for g in groups[:1]]
+    poisoned = [replace(g, advantages=(math.nan,) * len(g.numbers)) for g in groups[:1]]
     result = engine.train_step([*poisoned, *groups[1:]], 1)
     assert (result.updates, result.skipped) == (0, 1)
     after = parameters_of(engine)
@@ -164,7 +166,7 @@ def test_a_step_without_any_gradient_leaves_the_policy_alone_and_still_measures_
     groups = with_advantages(random_groups(3, seed=0))
     engine.train_step(groups, 0)
     before = parameters_of(engine)
-    flat = [TrainingGroup(g.prompt_ids, g.answers, (0.0,) * len(g.answers)) for g in groups]
+    flat = [replace(g, advantages=(0.0,) * len(g.numbers)) for g in groups]
     result = engine.train_step(flat, 1)
     assert (result.updates, result.skipped, result.metrics["trained_tokens"]) == (0, 0, 0)
     (logprobs,) = engine.logprobs(flat[:1])
@@ -174,6 +176,27 @@ def test_a_step_without_any_gradient_leaves_the_policy_alone_and_still_measures_
     assert "mismatch_kl" not in engine.train_step([], 2).metrics
     after = parameters_of(engine)
     assert all(torch.equal(after[name], before[name]) for name in before)
+
+
+def test_groups_that_teach_nothing_are_not_read(tmp_path: Path) -> None:
+    """Their payloads are gone before the step; the others train as they do from memory."""
+    groups = random_groups(3, seed=0)
+    same = tuple(replace(answer, reward=1.0) for answer in groups[1].trajectories)
+    groups[1] = Group(1, 1, groups[1].prompt_ids, same)
+    weights = []
+    for stored in (False, True):
+        engine = make_engine(PPO, adamw(minibatches=2))
+        if stored:
+            paths = [tmp_path / str(group.group_id) for group in groups]
+            for path, group in zip(paths, groups, strict=True):
+                save_group(path, group)
+            opened = [open_group(path, deadline_s=0.0) for path in paths]
+            paths[1].unlink()
+            engine.train_step(groups_module.with_advantages(opened, PPO), 0)
+        else:
+            engine.train_step(with_advantages(groups), 0)
+        weights.append(parameters_of(engine))
+    assert all(torch.equal(weights[0][name], value) for name, value in weights[1].items())
 
 
 def test_learning_rate_warms_up_and_decays() -> None:
@@ -266,7 +289,7 @@ def test_reference_log_probabilities_are_those_of_the_model_that_the_run_began_w
     groups = with_advantages(random_groups(2, seed=0))
     metrics = [engine.train_step(groups, step).metrics for step in range(3)]
     assert len(seen) == 3 * minibatches
-    expected = [plain_logprobs(reference, group, k).detach() for group in groups for k in range(len(group.answers))]
+    expected = [plain_logprobs(reference, group, k).detach() for group in groups for k in range(len(group.numbers))]
     for step in range(3):
         batches = seen[step * minibatches : (step + 1) * minibatches]
         found = torch.cat([batch.reference_logprobs for batch in batches if batch.reference_logprobs is not None])

@@ -25,7 +25,7 @@ def test_masked_answers_do_not_touch_the_statistics() -> None:
         [group(0, answer(1.0), answer(math.nan, Outcome.TIMEOUT), answer(0.0), answer(math.nan, Outcome.ERROR))],
         PPO,
     )
-    assert len(prepared.answers) == 2
+    assert prepared.numbers == (0, 2)
     assert prepared.advantages == pytest.approx((0.5 / (0.5 + 1e-4), -0.5 / (0.5 + 1e-4)))
     (constant,) = with_advantages([group(1, answer(1.0), answer(1.0), answer(math.nan, Outcome.TIMEOUT))], PPO)
     assert not PPO.keeps(constant.advantages)
@@ -42,7 +42,7 @@ def test_permuted_advantages_are_the_groups_own_on_other_answers() -> None:
     assert dealt != [g.advantages for g in groups]
     assert dealt == [g.advantages for g in permute_advantages(groups, seed=3, step=5)]
     assert dealt != [g.advantages for g in permute_advantages(groups, seed=3, step=6)]
-    assert [g.answers for g in shuffled] == [g.answers for g in groups]
+    assert [g.numbers for g in shuffled] == [g.numbers for g in groups]
     assert not PPO.keeps(shuffled[4].advantages)
 
 

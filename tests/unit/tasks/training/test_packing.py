@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,9 +21,21 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from tasks.exchange.trajectories import Outcome, Segment, TokenIds, Trajectory
+from tasks.exchange.trajectories import (
+    Group,
+    Outcome,
+    Segment,
+    StoredGroup,
+    TokenIds,
+    Trajectory,
+    load_group,
+    open_group,
+    save_group,
+)
 from tasks.training import policy as policy_module
-from tasks.training.packing import TrainingGroup, deal, hand_of, lay_out, pack, split
+from tasks.training.algorithms import DecoupledPpo
+from tasks.training.groups import with_advantages
+from tasks.training.packing import TrainingGroup, deal, hand_of, lay_out, pack, split, training_group
 from tasks.training.policy import Policy
 
 VOCABULARY = 61
@@ -50,7 +63,7 @@ def trajectories(draw: st.DrawFn) -> Trajectory:
 @st.composite
 def training_groups(draw: st.DrawFn) -> TrainingGroup:
     answers = tuple(draw(st.lists(trajectories(), min_size=1, max_size=4)))
-    return TrainingGroup(np.array(draw(token_ids), np.int32), answers, tuple(0.5 + k for k in range(len(answers))))
+    return training_group(Group(0, 0, draw(token_ids), answers), [0.5 + k for k in range(len(answers))])
 
 
 @given(st.lists(training_groups(), min_size=1, max_size=4))
@@ -60,14 +73,15 @@ def test_what_a_token_attends_to_is_its_prompt_and_its_own_answer(groups: list[T
     attends = batch.attention_mask()[0, 0]
     at = 0
     for group in groups:
-        for answer, advantage in zip(group.answers, group.advantages, strict=True):
-            whole = [*group.prompt_ids.tolist(), *answer.token_ids.tolist()]
+        content = group.read()
+        for answer, advantage in zip(content.trajectories, group.advantages, strict=True):
+            whole = [*content.prompt_ids.tolist(), *answer.token_ids.tolist()]
             trainable = [s.trainable for s in answer.segments for _ in s.token_ids]
             versions = [s.version for s in answer.segments for _ in s.token_ids]
             behaviour = [p for s in answer.segments for p in s.logprobs]
             for k, target in enumerate(answer.token_ids):
                 seen = attends[batch.predict_at[at]].nonzero()[:, 0]
-                context = whole[: len(group.prompt_ids) + k]
+                context = whole[: group.prompt_tokens + k]
                 assert batch.input_ids[seen].tolist() == context
                 assert batch.position_ids[seen].tolist() == list(range(len(context)))
                 assert batch.targets[at] == target
@@ -84,9 +98,10 @@ def test_what_a_token_attends_to_is_its_prompt_and_its_own_answer(groups: list[T
 def answers_of(groups: Sequence[TrainingGroup]) -> Counter[tuple[object, ...]]:
     """Every answer with its prompt and its advantage."""
     return Counter(
-        (tuple(group.prompt_ids), repr(answer), advantage)
+        (tuple(content.prompt_ids), repr(answer), advantage)
         for group in groups
-        for answer, advantage in zip(group.answers, group.advantages, strict=True)
+        for content in [group.read()]
+        for answer, advantage in zip(content.trajectories, group.advantages, strict=True)
     )
 
 
@@ -102,10 +117,41 @@ def test_every_answer_is_packed_once_within_the_budget(groups: list[TrainingGrou
         assert answers_of([part for bin_ in packed for part in bin_]) == answers_of(hand)
         for bin_ in packed:
             tokens = sum(part.packed_tokens for part in bin_)
-            assert tokens <= budget or sum(len(part.answers) for part in bin_) == 1
+            assert tokens <= budget or sum(len(part.numbers) for part in bin_) == 1
         for bin_, batch in zip(packed, laid_out, strict=False):
             assert torch.equal(batch.targets, lay_out(bin_).targets)
         assert not any(batch.mask.any() for batch in laid_out[len(packed) :])
+
+
+def test_a_rank_reads_its_own_answers_and_nothing_else(tmp_path: Path) -> None:
+    """Of payloads: what the other ranks' hands hold is damaged, and so is what no rank was dealt."""
+    plain = some_groups()
+    for number, group in enumerate(plain):
+        save_group(tmp_path / str(number), group.read())
+    stored = [open_group(tmp_path / str(number)) for number in range(len(plain))]
+    groups = with_advantages(stored, DecoupledPpo())
+    assert [group.advantages for group in groups] == [group.advantages for group in plain]
+    for rank in range(2):
+        expected = hand_of(plain, 20, rank, 2)
+        mine = {(id(group.source), number) for group in deal(groups, 2)[rank] for number in group.numbers}
+        for number, payload in enumerate(stored):
+            save_group(tmp_path / str(number), plain[number].read())
+            others = [k for k in range(len(payload.outline.trajectories)) if (id(payload), k) not in mine]
+            spoil(payload, others)
+        for found, batch in zip(hand_of(groups, 20, rank, 2), expected, strict=True):
+            assert all(torch.equal(one, other) for one, other in zip(found[:10], batch[:10], strict=True))
+        assert any(load_group(tmp_path / str(n)) != group.read() for n, group in enumerate(plain))
+
+
+def spoil(payload: StoredGroup, numbers: Sequence[int]) -> None:
+    """Write other token ids over those of some answers."""
+    data = bytearray(payload.path.read_bytes())
+    place, columns = payload.tokens["token_ids"], payload.columns
+    for number in numbers:
+        first, end = columns["trajectory_start"][number : number + 2]
+        begin, stop = columns["segment_start"][first], columns["segment_start"][end]
+        data[place.start + 4 * begin : place.start + 4 * stop] = b"\xff" * 4 * (stop - begin)
+    payload.path.write_bytes(data)
 
 
 def group_of(prompt: int, *lengths: int) -> TrainingGroup:
@@ -113,7 +159,7 @@ def group_of(prompt: int, *lengths: int) -> TrainingGroup:
     answers = tuple(
         Trajectory((Segment((1,) * (n + 1), (-1.0,) * (n + 1), 0, "replica-0"),), Outcome.SCORED, 0.0) for n in lengths
     )
-    return TrainingGroup(np.ones(prompt, np.int32), answers, (1.0,) * len(answers))
+    return training_group(Group(0, 0, np.ones(prompt), answers), [1.0] * len(answers))
 
 
 @pytest.mark.parametrize(
@@ -129,7 +175,7 @@ def group_of(prompt: int, *lengths: int) -> TrainingGroup:
 def test_a_group_above_the_budget_is_cut_into_the_fewest_even_parts(budget: int, parts: list[list[int]]) -> None:
     found = split(group_of(5, 30, 20, 10, 5), budget)
     assert [part.answer_sizes for part in found] == parts
-    assert all(len(part.prompt_ids) == 5 for part in found)
+    assert all(part.prompt_tokens == 5 for part in found)
 
 
 @pytest.mark.parametrize(
@@ -170,7 +216,7 @@ def some_groups() -> list[TrainingGroup]:
         answers = tuple(
             Trajectory((Segment(tokens(n), (-1.0,) * n, 0, "replica-0"),), Outcome.SCORED, 0.0) for n in lengths
         )
-        groups.append(TrainingGroup(tokens(prompt_length), answers, (0.0,) * len(answers)))
+        groups.append(training_group(Group(0, 0, tokens(prompt_length), answers), [0.0] * len(answers)))
     return groups
 
 
@@ -183,11 +229,11 @@ def test_log_probabilities_equal_each_answer_computed_alone(
     temperature = 0.7
     groups = some_groups()
     expected, expected_entropy = [], []
-    for group in groups:
-        for answer in group.answers:
-            row = torch.tensor([[*group.prompt_ids, *answer.token_ids]])
-            logprobs = (model(row).logits[0, len(group.prompt_ids) - 1 : -1] / temperature).log_softmax(-1)
-            expected.append(logprobs.gather(1, row[0, len(group.prompt_ids) :, None])[:, 0])
+    for content in [group.read() for group in groups]:
+        for answer in content.trajectories:
+            row = torch.tensor([[*content.prompt_ids, *answer.token_ids]])
+            logprobs = (model(row).logits[0, len(content.prompt_ids) - 1 : -1] / temperature).log_softmax(-1)
+            expected.append(logprobs.gather(1, row[0, len(content.prompt_ids) :, None])[:, 0])
             expected_entropy.append(torch.distributions.Categorical(logits=logprobs).entropy())
     model.config._attn_implementation = "sdpa"
     logprobs, entropy = Policy(model, temperature)(lay_out(groups))

@@ -296,7 +296,7 @@ def test_the_message_of_a_silent_rollout_side_says_who_is_silent(settings: Setti
 
 def test_metrics_of_the_data() -> None:
     groups = random_groups(3, seed=0, version=4)
-    metrics = batch_metrics([], groups, step=6)
+    metrics = batch_metrics([], [group.outline for group in groups], step=6)
     rewards = [t.reward for g in groups for t in g.trajectories]
     assert metrics["reward/mean"] == pytest.approx(sum(rewards) / 12)
     assert (metrics["staleness/mean"], metrics["staleness/max"]) == (2, 2)
