@@ -1,8 +1,9 @@
 """Flow `rl`, the whole run: discover → profile → plan → train and roll out → evaluate → report."""
 
 import os
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+import threading
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -16,10 +17,10 @@ from sqlalchemy.exc import SQLAlchemyError
 from flows.pages import ProgressArtifact, name_flow_run, show_plan, show_summary, show_tracking
 from flows.preparation import announce, choose_plan
 from flows.running.context import RunContext, open_run
-from flows.running.ending import CancellationWatch, ignore_further_signals
+from flows.running.ending import only_hurry, supervised
 from flows.running.launcher import PrefectLauncher
 from flows.running.readying import ready_and_measured
-from flows.running.supervisor import Supervisor
+from flows.running.supervisor import HURRY_S, Supervisor
 from planners.errors import UserError
 from planners.plan.plan import ClusterPlan
 from planners.plan.run import RunPlan
@@ -27,15 +28,15 @@ from planners.search.this_machine import require_startable
 from tasks.config.experiment import Experiment
 from tasks.config.settings import Settings
 from tasks.exchange.files import write_atomic
-from tasks.lifecycle.heartbeat import Heartbeat
 from tasks.machine.devices import hold_devices
 from tasks.tracking.report import predicted_times, write_report
 from tasks.tracking.tracker import FLUSH_DEADLINE_S, Status, Tracker, end_attempts
 
 _LEAVE_S = (30.0, 60.0)
-_CANCEL_S = (0.0, 12.0)
+_CANCEL_S = (0.0, HURRY_S)
 """Seconds until the actors of a finished or a cancelled run are cancelled, and until they are killed."""
 _CANCEL_FLUSH_S = 4.0
+_STATUS: dict[str, Status] = {"completed": "FINISHED", "failed": "FAILED", "cancelled": "KILLED"}
 
 
 @flow(name="rl", flow_run_name="rl-{experiment.run.name}", log_prints=True)
@@ -49,100 +50,109 @@ def rl(experiment: Experiment = Experiment(), resume: str | None = None) -> dict
     try:
         run = open_run(experiment, resume, runtime.flow_run.id)
         print(f"run {run.run_id} in {run.directory.root}")
-        return conduct(run)
+        return conduct(run, runtime.flow_run.id)
     except UserError as error:
         return Failed(message=str(error))  # raised, the log would have a traceback of ours before it
 
 
-def conduct(run: RunContext) -> dict[str, Any] | State[Any]:
-    """Own, watch and track the run while it is carried out; returns the summary, or that it was cancelled."""
-    try:
-        with owned(run), CancellationWatch(run, runtime.flow_run.id), tracked(run) as tracker:
-            name_flow_run(run)
-            return carry_out(run, tracker)
-    except TerminationSignal:
+@dataclass
+class Work:
+    """What a run has begun so far, which is to be ended however the run ends."""
+
+    tracker: Tracker | None = None
+    plan: ClusterPlan | None = None
+    supervisor: Supervisor | None = None
+    connections: ExitStack = field(default_factory=ExitStack)
+
+
+def conduct(run: RunContext, flow_run_id: str) -> dict[str, Any] | State[Any]:
+    """Supervise the run while it is carried out, and end it; returns the summary, or that it was cancelled.
+
+    The only place that hears of Prefect's termination: whatever asks for the run's end, it comes here as SIGTERM, once.
+    """
+    work, hurry = Work(), threading.Event()
+    with supervised(run, flow_run_id):
+        how = "failed"
+        try:
+            try:
+                carry_out(run, work)
+                how = "completed"
+            finally:
+                only_hurry(hurry)
+        except TerminationSignal:
+            how = "cancelled"
+        finally:
+            summary = end(run, work, how, hurry)
+    if how == "cancelled":
         return Cancelled(message=f"Cancelled; `hexflow resume {run.run_id}` continues it.")
+    return summary
 
 
-def carry_out(run: RunContext, tracker: Tracker) -> dict[str, Any]:
-    """Everything between a run's begin and its end; returns the summary."""
-    show_tracking(tracker)
+def carry_out(run: RunContext, work: Work) -> None:
+    """Everything between a run's begin and its end."""
+    name_flow_run(run)
+    work.tracker = open_tracker(run)
+    show_tracking(work.tracker)
     announce(run.machine)
     profiles = ready_and_measured(run.experiment, run.machine, run.run_id)
     plan = choose_plan(run.experiment, run.machine, profiles, run.written_by)
     require_startable(plan)
-    epoch = record_plan(run, plan, tracker)
+    epoch = record_plan(run, plan, work.tracker)
     require_free(plan, run.settings)
+    train_and_roll_out(run, epoch, plan, work)
+
+
+def end(run: RunContext, work: Work, how: str, hurry: threading.Event) -> dict[str, Any]:
+    """Close the run, end its actors, report it, and end its tracking; returns the summary, if any.
+
+    The first word about a run counts, so a page that cannot be shown does not undo one, and a run that is complete
+    cannot be cancelled any more, only hurried. Its actors are ended also where the ledger takes no writes.
+
+    Raises:
+        Fenced: another supervisor has taken the run over; nothing of it was touched.
+    """
+    refusal = None
     try:
-        train_and_roll_out(run, epoch, plan)
-    finally:
-        summary = report(run, plan, tracker)
-    return summary
-
-
-@contextmanager
-def owned(run: RunContext) -> Iterator[None]:
-    """Beat as the run's supervisor; the ledger learns how the run ended."""
-    heartbeat = Heartbeat(run.ledger, run.supervisor, leaves_with_run=False).start()
-    heartbeat.report("running")
+        how = run.ledger.close_run(run.supervisor, how)
+    except SQLAlchemyError as error:
+        refusal = error
+        hurry.set()
     try:
-        yield
-    except TerminationSignal:
-        ignore_further_signals()
-        close_run(run, "cancelled")
-        raise
-    except BaseException:
-        close_run(run, "failed")
-        raise
+        with work.connections:
+            if work.supervisor:
+                work.supervisor.end_children(*(_CANCEL_S if how == "cancelled" else _LEAVE_S), hurry)
+        if refusal:
+            raise refusal
+        return report(run, work.plan, work.tracker) if work.supervisor and work.plan and work.tracker else {}
     finally:
-        heartbeat.stop()
-        run.ledger.finish(run.supervisor, "done")
+        run.ledger.confirm(run.supervisor)  # an MLflow run belongs to who supervises now
+        if work.tracker:
+            end_tracking(work.tracker, how)
 
 
-@contextmanager
-def tracked(run: RunContext) -> Iterator[Tracker]:
-    """Track the run in MLflow, which learns how it ended."""
-    tracking_uri = os.environ.get("MLFLOW_TRACKING_URI")
-    tracker = Tracker.parent(
-        tracking_uri,
+def open_tracker(run: RunContext) -> Tracker:
+    """Track the run in MLflow; a resumed one goes on where it was tracked before."""
+    return Tracker.parent(
+        os.environ.get("MLFLOW_TRACKING_URI"),
         run.experiment.tracking.experiment,
         run.run_id,
         run.experiment.model_dump(mode="json"),
         {**run.experiment.tracking.tags, "hexflow.run": run.run_id},
         run_id=run.mlflow_run_id,
-        on_open=partial(run.ledger.set_mlflow_run, run.run_id),
+        on_open=partial(run.ledger.set_mlflow_run, run.supervisor),
     )
-    status: Status = "FAILED"
-    try:
-        yield tracker
-        status = "FINISHED"
-    except TerminationSignal:
-        ignore_further_signals()
-        status = "KILLED"
-        raise
-    finally:
-        # Attempts that were killed could not say so themselves.
-        end_attempts(tracking_uri, tracker.run_id, "KILLED", {})
-        tracker.finish(status, flush_s=_CANCEL_FLUSH_S if status == "KILLED" else FLUSH_DEADLINE_S)
 
 
-def close_run(run: RunContext, state: str) -> None:
-    """Say how the run ended; the first word counts, since a page that cannot be shown does not undo a run."""
-    row = run.ledger.find_run(run_id=run.run_id)
-    if row is not None and row.state == "running":
-        run.ledger.set_run_state(run.run_id, state)
-
-
-def has_completed(run: RunContext) -> bool:
-    """Whether the ledger calls the run completed."""
-    row = run.ledger.find_run(run_id=run.run_id)
-    return row is not None and row.state == "completed"
+def end_tracking(tracker: Tracker, how: str) -> None:
+    """Tell MLflow how the run ended, for its attempts as well: those that were killed could not say so themselves."""
+    end_attempts(os.environ.get("MLFLOW_TRACKING_URI"), tracker.run_id, "KILLED", {})
+    tracker.finish(_STATUS[how], flush_s=_CANCEL_FLUSH_S if how == "cancelled" else FLUSH_DEADLINE_S)
 
 
 def record_plan(run: RunContext, plan: ClusterPlan, tracker: Tracker) -> int:
     """Keep the plan with the run and as a plan epoch in the ledger, and show it; returns the epoch."""
     write_atomic(run.directory.plan, plan.model_dump_json(indent=2).encode())
-    epoch = run.ledger.add_plan_epoch(run.run_id, plan)
+    epoch = run.ledger.add_plan_epoch(run.supervisor, plan)
     tracker.log_artifact(run.directory.experiment)
     tracker.log_artifact(run.directory.plan)
     tracker.log({f"plan/predicted_{name}": value for name, value in predicted_times(plan).items()}, step=0)
@@ -161,39 +171,13 @@ def require_free(plan: RunPlan, settings: Settings) -> None:
             pass
 
 
-def train_and_roll_out(run: RunContext, epoch: int, plan: RunPlan) -> None:
-    """Run the plan's actors until the last step is trained and evaluated; none is left on any way out."""
-    with _without_repeats(), get_client(sync_client=True) as client:
-        launcher = PrefectLauncher(client, run.supervisor, epoch, run.settings.shared.environment())
-        supervisor = Supervisor(run, plan, launcher, ProgressArtifact(run.run_id))
-        state = "failed"
-        try:
-            supervisor.run()
-            state = "completed"
-        except TerminationSignal:
-            ignore_further_signals()
-            state = "cancelled"
-            raise
-        finally:
-            leave(run, supervisor, state)
-
-
-def leave(run: RunContext, supervisor: Supervisor, state: str) -> None:
-    """Close the run and end its actors; in haste if it is cancelled, also while they leave, or the ledger fails.
-
-    A run that the ledger calls completed cannot be cancelled any more, only hurried.
-    """
-    try:
-        close_run(run, state)
-        supervisor.end_children(*(_CANCEL_S if state == "cancelled" else _LEAVE_S))
-    except (TerminationSignal, SQLAlchemyError) as error:
-        ignore_further_signals()
-        # Prefect kills a cancelled flow 30 s after telling it.
-        supervisor.end_children(*_CANCEL_S)
-        if isinstance(error, SQLAlchemyError) or not has_completed(run):
-            raise
-    if state == "completed":
-        ignore_further_signals()  # what is left is to report it
+def train_and_roll_out(run: RunContext, epoch: int, plan: ClusterPlan, work: Work) -> None:
+    """Run the plan's actors until the last step is trained and evaluated."""
+    work.connections.enter_context(_without_repeats())
+    client = work.connections.enter_context(get_client(sync_client=True))
+    launcher = PrefectLauncher(client, run.run_id, epoch, run.settings.shared.environment())
+    work.plan, work.supervisor = plan, Supervisor(run, epoch, plan, launcher, ProgressArtifact(run.run_id))
+    work.supervisor.run()
 
 
 def report(run: RunContext, plan: ClusterPlan, tracker: Tracker) -> dict[str, Any]:

@@ -7,24 +7,25 @@ from prefect import flow
 from flows.running.children import is_too_late, on_devices, run_until_it_ends
 from tasks.config.settings import load_settings
 from tasks.exchange.layout import RunDirectory
-from tasks.exchange.ledger import Ledger
+from tasks.exchange.ledger import Actor, Ledger
 
 
 @flow(name="rollout", flow_run_name="rollout-{run_id}-{slot}")
-def rollout(run_id: str, epoch: int, slot: int, supervisor: int) -> None:
+def rollout(run_id: str, epoch: int, slot: int, attempt: int) -> None:
     """Serve one rollout replica.
 
     Args:
         run_id: Run that the replica joins.
         epoch: Plan epoch, which has the replica's devices and concurrency.
         slot: Number of the replica in that plan.
-        supervisor: Attempt of the supervisor that starts it; it leaves where the run has another.
+        attempt: Attempt of the slot that was given out to it; it leaves where that is no longer wanted.
     """
-    if is_too_late(run_id, supervisor):
+    if is_too_late(Actor(run_id, "replica", slot, attempt)):
         return
     settings = load_settings()
     replica = Ledger(settings.shared.ledger_url).plan(run_id, epoch).replicas[slot]
     log = RunDirectory(settings.shared.runs / run_id).logs / f"replica-{slot}.log"
-    argv = [sys.executable, "-m", "tasks.rollout.process", "--run", run_id, "--epoch", str(epoch), "--slot", str(slot)]
+    argv = [sys.executable, "-m", "tasks.rollout.process", "--run", run_id, "--epoch", str(epoch)]
+    argv += ["--slot", str(slot), "--attempt", str(attempt)]
     with on_devices(replica, f"{run_id} (rollout {slot})"):
         run_until_it_ends(argv, replica, f"replica {slot}", log)

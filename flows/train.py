@@ -4,7 +4,7 @@ from prefect import flow
 
 from flows.running.children import is_too_late, on_devices
 from tasks.config.settings import load_settings
-from tasks.exchange.ledger import Ledger
+from tasks.exchange.ledger import Actor, Ledger
 from tasks.training.launch import run_trainer
 
 
@@ -13,7 +13,7 @@ def train(
     run_id: str,
     epoch: int,
     machine: str,
-    supervisor: int,
+    attempt: int,
     resume_step: int | None = None,
     master: str | None = None,
 ) -> None:
@@ -23,12 +23,12 @@ def train(
         run_id: Run to train for.
         epoch: Plan epoch, which has the trainer's devices and layout.
         machine: This machine, as the plan calls it.
-        supervisor: Attempt of the supervisor that starts it; it leaves where the run has another.
+        attempt: Attempt of the trainer that was given out to it; it leaves where that is no longer wanted.
         resume_step: Step to continue from; empty: the run's first.
         master: HOST:PORT where the ranks of several machines meet; empty: all are here.
     """
-    if is_too_late(run_id, supervisor):
+    if is_too_late(Actor(run_id, "trainer", 0, attempt)):
         return
     share, _ = Ledger(load_settings().shared.ledger_url).plan(run_id, epoch).trainer.share_of(machine)
     with on_devices(share, f"{run_id} (train 0)"):
-        run_trainer(run_id, epoch, machine, resume_step, master)
+        run_trainer(run_id, epoch, machine, attempt, resume_step, master)

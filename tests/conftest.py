@@ -10,7 +10,7 @@ import pytest
 from deployments.local import stack
 from tasks.config.settings import Settings
 from tasks.exchange.ledger import Actor, Ledger
-from tests.support.ledger import ETA, RUN, STEPS, B
+from tests.support.ledger import begin, join
 from tests.support.places import REPOSITORY, settings_of
 from tests.support.postgres import PostgresServer, private_postgres
 
@@ -105,7 +105,7 @@ def postgres() -> Iterator[PostgresServer]:
 def ledger(tmp_path: Path) -> Iterator[Ledger]:
     """A ledger with one small run; see `ledger_support`."""
     opened = Ledger(f"sqlite:///{tmp_path / 'ledger.db'}")
-    opened.create_run(RUN, prompts_per_step=B, max_staleness=ETA, steps=STEPS, max_attempts_per_prompt=2)
+    begin(opened)
     yield opened
     opened.close()
 
@@ -113,7 +113,7 @@ def ledger(tmp_path: Path) -> Iterator[Ledger]:
 @pytest.fixture
 def trainer(ledger: Ledger) -> Actor:
     """The run's trainer, which has published version 0."""
-    actor = ledger.register(RUN, "trainer", 0, pid=1, machine="here")
+    actor = join(ledger, "trainer")
     ledger.record_version(actor, 0, "path-0")
     return actor
 
@@ -121,4 +121,4 @@ def trainer(ledger: Ledger) -> Actor:
 @pytest.fixture
 def replica(ledger: Ledger) -> Actor:
     """The run's replica."""
-    return ledger.register(RUN, "replica", 0, pid=2, machine="here")
+    return join(ledger, "replica", pid=2)

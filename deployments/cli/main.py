@@ -214,7 +214,7 @@ def resume(run: Annotated[str, typer.Argument(metavar="RUN", help="Run id, as `h
     if row is not None and row.state == "completed":
         raise UserError(f"Run {run} is complete: there is nothing to resume. Start a new run instead.")
     if row is not None:
-        require_unsupervised(row, ledger)
+        require_unsupervised(run, ledger)
     resolved = read_resolved_experiment(path)
     machine = discover_machine()
     require_free_devices(resolved, machine, settings, run)

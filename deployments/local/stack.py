@@ -414,10 +414,8 @@ def _settle_runs(settings: Settings, mlflow_url: str, flow_run_ids: set[str], is
     from tasks.exchange.ledger import Ledger
     from tasks.tracking.tracker import end_run
 
-    ledger = Ledger(settings.shared.ledger_url)
+    ledger, state = Ledger(settings.shared.ledger_url), "cancelled" if is_cancelled else "failed"
     for run in ledger.list_runs():
-        if run.state == "running" and run.flow_run_id in flow_run_ids:
-            ledger.set_run_state(run.run_id, "cancelled" if is_cancelled else "failed")
-            for actor in ledger.actors(run.run_id):
-                ledger.fence(run.run_id, actor.role, actor.slot)
+        flow_run_id = run.flow_run_id
+        if run.state == "running" and flow_run_id in flow_run_ids and ledger.settle_run(run.run_id, flow_run_id, state):
             end_run(mlflow_url, run.mlflow_run_id, "KILLED" if is_cancelled else "FAILED")

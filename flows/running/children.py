@@ -8,26 +8,17 @@ from pathlib import Path
 
 from planners.plan.run import MachineShare
 from tasks.config.settings import load_settings
-from tasks.exchange.ledger import Ledger
+from tasks.exchange.ledger import Actor, Ledger
 from tasks.machine.devices import hold_devices
 from tasks.machine.processes import ProcessGroup, device_environment
 
 
-def is_too_late(run_id: str, supervisor: int) -> bool:
+def is_too_late(actor: Actor) -> bool:
     """Whether nobody waits for this flow run any more, which may have been in its queue for long.
 
-    The run has ended, or it goes on under another supervisor than the one that started this: that has actors of its
-    own, which this one would fence, and would not cancel it.
-
-    Args:
-        run_id: the run.
-        supervisor: attempt of the supervisor that started this flow run.
+    The run has ended, or goes on with another attempt of this actor, or under another supervisor.
     """
-    ledger = Ledger(load_settings().shared.ledger_url)
-    run = ledger.find_run(run_id=run_id)
-    if run is None or run.state != "running":
-        return True
-    return all(actor.attempt != supervisor for actor in ledger.actors(run_id) if actor.role == "supervisor")
+    return not Ledger(load_settings().shared.ledger_url).is_wanted(actor)
 
 
 @contextmanager

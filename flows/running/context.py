@@ -1,9 +1,8 @@
 """What every part of one run shares, and how a run is opened: new, or resumed from its last checkpoint."""
 
-import math
-import os
 import secrets
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from planners.errors import UserError
@@ -12,21 +11,28 @@ from tasks.config.experiment import Experiment
 from tasks.config.settings import Settings, load_settings
 from tasks.exchange.files import write_json
 from tasks.exchange.layout import RunDirectory
-from tasks.exchange.ledger import Actor, Ledger, RunRow
+from tasks.exchange.ledger import Actor, Ledger, Process, RunRow
+from tasks.exchange.ledger.fence import ACTIVE
+from tasks.lifecycle.scope import this_process
+from tasks.lifecycle.silence import Silence
 from tasks.machine.discovery import discover_machine
+from tasks.machine.processes import is_gone
 from tasks.readiness import require_free_devices
 from tasks.training.checkpoints import WrittenBy, latest_checkpoint, latest_written_by
 
 SUPERVISOR_SILENCE_S = 20.0
 """Silence after which a run's supervisor counts as gone; it beats every 2 s."""
+_LONGEST_GAP_S = 5.0
+_POLL_S = 0.5
 
 
 @dataclass(frozen=True)
 class RunContext:
     """One run, as the flow that owns it sees it.
 
-    `supervisor` is the flow's own place in the ledger; `resume_step` is None for a new run, else the step its trainer
-    continues from, whose checkpoint a trainer like `written_by` has to continue; `machine` is where the flow runs.
+    `supervisor` is the flow's own place in the ledger, for its `process`; `resume_step` is None for a new run, else the
+    step its trainer continues from, whose checkpoint a trainer like `written_by` has to continue; `machine` is where
+    the flow runs.
     """
 
     run_id: str
@@ -35,6 +41,7 @@ class RunContext:
     ledger: Ledger
     settings: Settings
     supervisor: Actor
+    process: Process
     resume_step: int | None
     mlflow_run_id: str | None
     machine: Machine
@@ -56,37 +63,37 @@ def open_run(experiment: Experiment, resume: str | None, flow_run_id: str | None
     ledger, machine = Ledger(settings.shared.ledger_url), discover_machine()
     begun = ledger.find_run(flow_run_id=flow_run_id) if flow_run_id else None
     if begun is not None:
-        return _reopen_run(begun, _require_resumable(begun, machine, settings), machine, settings, ledger, flow_run_id)
+        return _take_over(begun, _require_resumable(begun, machine, settings), machine, settings, ledger, flow_run_id)
     if resume is None:
-        return _create_run(experiment, machine, settings, ledger, flow_run_id)
+        return _begin_run(experiment, machine, settings, ledger, flow_run_id)
     run = ledger.find_run(run_id=resume)
     if run is None:
         known = ", ".join(run.run_id for run in ledger.list_runs()[-5:]) or "none"
         raise UserError(f"There is no run {resume} to resume; the latest runs are: {known}.")
     experiment = _require_resumable(run, machine, settings)
-    require_unsupervised(run, ledger)
-    return _reopen_run(run, experiment, machine, settings, ledger, flow_run_id)
+    seen = require_unsupervised(run.run_id, ledger)
+    return _take_over(run, experiment, machine, settings, ledger, flow_run_id, seen)
 
 
-def _create_run(
+def _begin_run(
     experiment: Experiment, machine: Machine, settings: Settings, ledger: Ledger, flow_run_id: str | None
 ) -> RunContext:
     run_id = f"{experiment.run.name}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
     directory = RunDirectory(settings.shared.runs / run_id)
     directory.create()
     write_json(directory.experiment, experiment.model_dump(mode="json"))
-    workload = experiment.workload
-    ledger.create_run(
+    workload, process = experiment.workload, this_process(machine.name)
+    supervisor = ledger.begin_run(
         run_id,
+        process,
         prompts_per_step=workload.prompts_per_step,
         max_staleness=workload.max_staleness,
         steps=experiment.run.steps,
         max_attempts_per_prompt=experiment.rollout.max_attempts_per_prompt,
         flow_run_id=flow_run_id,
     )
-    ledger.request_evaluation(run_id, "before", 0)
-    supervisor = _supervise(ledger, run_id, machine)
-    return RunContext(run_id, experiment, directory, ledger, settings, supervisor, None, None, machine)
+    ledger.request_evaluation(supervisor, "before", 0)
+    return RunContext(run_id, experiment, directory, ledger, settings, supervisor, process, None, None, machine)
 
 
 def _require_resumable(run: RunRow, machine: Machine, settings: Settings) -> Experiment:
@@ -101,37 +108,58 @@ def _require_resumable(run: RunRow, machine: Machine, settings: Settings) -> Exp
     return experiment
 
 
-def _reopen_run(
-    run: RunRow, experiment: Experiment, machine: Machine, settings: Settings, ledger: Ledger, flow_run_id: str | None
+def _take_over(
+    run: RunRow,
+    experiment: Experiment,
+    machine: Machine,
+    settings: Settings,
+    ledger: Ledger,
+    flow_run_id: str | None,
+    seen: tuple[int, int] | None = None,
 ) -> RunContext:
-    directory = RunDirectory(settings.shared.runs / run.run_id)
-    supervisor = _supervise(ledger, run.run_id, machine)
-    for actor in ledger.actors(run.run_id):
-        if actor.role != supervisor.role:
-            ledger.fence(run.run_id, actor.role, actor.slot)
+    directory, process = RunDirectory(settings.shared.runs / run.run_id), this_process(machine.name)
+    supervisor = ledger.take_over(run.run_id, process, flow_run_id, seen)
+    # Looked for only now: a former trainer may have written one, and deleted others, until it was fenced.
     step = latest_checkpoint(directory, ledger, run.run_id) or 0
     written_by = latest_written_by(directory, ledger, run.run_id)
-    ledger.reopen_run(run.run_id, flow_run_id)
     ledger.resume_from(run.run_id, step, supervisor)
+    ledger.request_evaluation(supervisor, "before", 0)
+    mlflow = run.mlflow_run_id
     return RunContext(
-        run.run_id, experiment, directory, ledger, settings, supervisor, step, run.mlflow_run_id, machine, written_by
+        run.run_id, experiment, directory, ledger, settings, supervisor, process, step, mlflow, machine, written_by
     )
 
 
-def _supervise(ledger: Ledger, run_id: str, machine: Machine) -> Actor:
-    return ledger.register(run_id, "supervisor", 0, os.getpid(), machine.name)
+def require_unsupervised(
+    run_id: str,
+    ledger: Ledger,
+    pause: Callable[[float], object] = time.sleep,
+    clock: Callable[[], float] = time.monotonic,
+) -> tuple[int, int] | None:
+    """Make sure that nobody is at work on a run, which takes SUPERVISOR_SILENCE_S where that has to be waited for.
 
+    Args:
+        run_id: the run.
+        ledger: knows it.
+        pause: waits for so many seconds.
+        clock: seconds that pass meanwhile.
 
-def require_unsupervised(run: RunRow, ledger: Ledger) -> None:
-    """Refuse to resume a run that a flow run is at work on.
+    Returns:
+        (attempt, serial) of a supervisor that is gone or silent but has not said that it leaves, else None.
 
     Raises:
-        UserError: its supervisor was heard a moment ago.
+        UserError: its supervisor beats.
     """
-    for actor in ledger.actors(run.run_id):
-        alive = actor.state in ("starting", "running") and actor.silent_s < SUPERVISOR_SILENCE_S
-        if actor.role == "supervisor" and alive:
-            raise UserError(
-                f"Run {run.run_id} is being worked on, last heard of {actor.silent_s:.0f} s ago: cancel its flow run "
-                f"first, or, if that crashed, try again in {math.ceil(SUPERVISOR_SILENCE_S - actor.silent_s)} s."
-            )
+    silence, first = Silence(_LONGEST_GAP_S, clock), None
+    while True:
+        row = next(row for row in ledger.actors(run_id) if row.role == "supervisor")
+        if row.state not in ACTIVE:
+            return None
+        seen = (row.attempt, row.serial)
+        if first not in (None, seen):
+            raise UserError(f"Run {run_id} is being worked on: cancel its flow run first.")
+        silent_s = silence.look({row.attempt: row.serial})[row.attempt]
+        if silent_s >= SUPERVISOR_SILENCE_S or (row.process_key and is_gone(row.process_key)):
+            return seen
+        first = seen
+        pause(_POLL_S)

@@ -1,16 +1,18 @@
-"""A run's own eye on its cancellation: heartbeats are the truth, and what Prefect's worker does is a courtesy.
+"""How a run hears that it is to end, and what it does not hear any more once it leaves.
 
-A worker of Prefect 3.7 listens for cancellations on one connection, and polls when it has lost that; seen with a server
-that was killed (SIGKILL) and started again by `hexflow up` two minutes later: the worker's polling had given up after
-25 s, and it was this watch that cancelled, 14 s after it was asked for. What Ctrl-C asks for stands in the ledger, too,
-and is heard whatever has become of server and worker.
+What should become of a run stands in the ledger, where `hexflow train` writes it on Ctrl-C and the supervisor's beats
+read it. A cancel in Prefect's page comes there in two ways. Its worker sends SIGTERM; but a worker of Prefect 3.7
+listens for cancellations on one connection, and polls when it has lost that: seen with a server that was killed
+(SIGKILL) and started again by `hexflow up` two minutes later, the worker's polling had given up after 25 s. So the flow
+asks the server itself, and passes on to the ledger what that says.
 """
 
-import logging
 import os
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
 from typing import Any, Self
 from uuid import UUID
 
@@ -21,11 +23,13 @@ from prefect.exceptions import PrefectException
 from sqlalchemy.exc import SQLAlchemyError
 
 from flows.running.context import RunContext
+from tasks.exchange.ledger import Ledger
+from tasks.lifecycle.scope import BEAT_S, ActorScope
 
-_LEDGER_POLL_S = 2.0
 _SERVER_POLL_S = 5.0
 _WORKER_GRACE_POLLS = 2
-_log = logging.getLogger(__name__)
+
+ReadState = Callable[[UUID], State[Any] | None]
 
 
 def read_state(flow_run_id: UUID) -> State[Any] | None:
@@ -39,70 +43,65 @@ def read_state(flow_run_id: UUID) -> State[Any] | None:
         return client.read_flow_run(flow_run_id).state
 
 
-def ignore_further_signals() -> None:
-    """Let this process leave in peace, now that it was told to: the watch, Prefect's worker and `hexflow down` may each
-    send SIGTERM, and a second one would interrupt it while it ends its actors.
+@contextmanager
+def supervised(
+    run: RunContext, flow_run_id: str, read: ReadState = read_state, interval_s: float = BEAT_S
+) -> Iterator[None]:
+    """Be the run's supervisor in the ledger. SIGTERM comes to this process once its run is to be cancelled.
+
+    `read` gives the flow run's state, and may raise what `read_state` does; `interval_s` is the time between beats.
     """
-    signal.signal(signal.SIGTERM, lambda number, frame: None)  # unlike SIG_IGN, it is not inherited
+    scope = ActorScope(run.ledger, run.supervisor, run.process, _terminate, hears_sigterm=False, interval_s=interval_s)
+    with scope, _ServerWatch(run.ledger, flow_run_id, read):
+        scope.report("running")
+        yield
 
 
-class CancellationWatch:
-    """While entered, sends this process SIGTERM once its flow run is to end.
+def _terminate(reason: str) -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
 
-    At once where the ledger was asked for it (`Ledger.ask_to_cancel`); where only the Prefect server says Cancelling,
-    or Cancelled already, after its worker had the time to do the same. Each is asked every few seconds by a thread of
-    its own, so that one which is away delays nothing, and neither does anything more once the run is said to be over.
+
+def only_hurry(hurry: threading.Event) -> None:
+    """Let this process leave in peace from now on: SIGTERM no longer interrupts it, it sets `hurry`.
+
+    The ledger's beat, Prefect's worker and `hexflow down` may each send one.
     """
 
-    def __init__(
-        self, run: RunContext, flow_run_id: str, read: Callable[[UUID], State[Any] | None] = read_state
-    ) -> None:
-        """`read` gives the flow run's state, and may raise what `read_state` does."""
-        self._run = run
+    def hear(number: int, frame: FrameType | None) -> None:
+        hurry.set()
+
+    signal.signal(signal.SIGTERM, hear)  # unlike SIG_IGN, a handler is not inherited
+
+
+class _ServerWatch:
+    """While entered, asks the ledger to cancel once the server says Cancelling, or Cancelled already.
+
+    Its worker gets the time to do the same first. A server that is away takes nothing back, and delays nobody else.
+    """
+
+    def __init__(self, ledger: Ledger, flow_run_id: str, read: ReadState) -> None:
+        self._ledger = ledger
         self._flow_run_id = flow_run_id
         self._read = read
         self._stopped = threading.Event()
-        self._ending = threading.Lock()
-        watches = (
-            (self._ledger_says_so, _LEDGER_POLL_S, 0),
-            (self._server_says_so, _SERVER_POLL_S, _WORKER_GRACE_POLLS),
-        )
-        self._threads = [
-            threading.Thread(target=self._watch, args=watch, name="cancellation-watch", daemon=True)
-            for watch in watches
-        ]
+        self._thread = threading.Thread(target=self._watch, name="server-watch", daemon=True)
 
     def __enter__(self) -> Self:
-        for thread in self._threads:
-            thread.start()
+        self._thread.start()
         return self
 
     def __exit__(self, *exception: object) -> None:
         self._stopped.set()
-        for thread in self._threads:
-            thread.join(timeout=_LEDGER_POLL_S)
+        self._thread.join(timeout=1.0)
 
-    def _watch(self, is_to_end: Callable[[], bool], poll_s: float, grace_polls: int) -> None:
+    def _watch(self) -> None:
         seen = 0
-        while not self._stopped.wait(poll_s):
+        while not self._stopped.wait(_SERVER_POLL_S):
             try:
-                seen = seen + 1 if is_to_end() else 0
-                if seen > grace_polls:
-                    self._end()
+                state = self._read(UUID(self._flow_run_id))
+                seen = seen + 1 if state is not None and (state.is_cancelling() or state.is_cancelled()) else 0
+                if seen > _WORKER_GRACE_POLLS:
+                    self._ledger.ask_to_cancel(self._flow_run_id)
+                    return
             except (httpx.HTTPError, PrefectException, SQLAlchemyError):
                 continue  # no answer takes nothing back: a busy server fails to answer every other time
-
-    def _ledger_says_so(self) -> bool:
-        return self._run.ledger.is_to_cancel(self._flow_run_id)
-
-    def _server_says_so(self) -> bool:
-        state = self._read(UUID(self._flow_run_id))
-        return state is not None and (state.is_cancelling() or state.is_cancelled())
-
-    def _end(self) -> None:
-        with self._ending:
-            row = self._run.ledger.find_run(run_id=self._run.run_id)
-            if not self._stopped.is_set() and row is not None and row.state == "running":
-                _log.warning("run %s is to be cancelled: ending it", self._run.run_id)
-                os.kill(os.getpid(), signal.SIGTERM)
-            self._stopped.set()

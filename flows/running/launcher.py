@@ -27,18 +27,15 @@ _log = logging.getLogger(__name__)
 class PrefectLauncher:
     """Launches through the Prefect server; keeps what it last heard of each flow run while the server is away."""
 
-    def __init__(
-        self, client: SyncPrefectClient, supervisor: Actor, epoch: int, environment: Mapping[str, str]
-    ) -> None:
+    def __init__(self, client: SyncPrefectClient, run_id: str, epoch: int, environment: Mapping[str, str]) -> None:
         self._client = client
-        self._run_id = supervisor.run_id
-        self._supervisor = supervisor.attempt
+        self._run_id = run_id
         self._epoch = epoch
         self._environment = dict(environment)
         self._ended: dict[str, tuple[float, bool]] = {}
         self._cancelled: set[str] = set()
 
-    def start(self, share: MachineShare, resume_step: int | None) -> str:
+    def start(self, actor: Actor, share: MachineShare, resume_step: int | None) -> str:
         """Start an actor's flow; see `Launcher.start`. While the server is away this waits for it.
 
         Raises:
@@ -49,7 +46,7 @@ class PrefectLauncher:
         while True:
             try:
                 self._wait_for_worker(share.device_type)
-                return self._start(share, resume_step, key)
+                return self._start(actor, share, resume_step, key)
             except (httpx.HTTPError, PrefectException) as error:
                 if time.monotonic() > give_up:
                     raise RunFailed(
@@ -59,7 +56,7 @@ class PrefectLauncher:
                 _log.warning("the Prefect server is away: %s", error)
             time.sleep(_RETRY_S)
 
-    def _start(self, share: MachineShare, resume_step: int | None, key: str) -> str:
+    def _start(self, actor: Actor, share: MachineShare, resume_step: int | None, key: str) -> str:
         part: dict[str, object]
         if isinstance(share, ReplicaPlan):
             flow, part = "rollout", {"slot": share.slot}
@@ -67,7 +64,7 @@ class PrefectLauncher:
             flow, part = "train", {"machine": share.machine, "resume_step": resume_step, "master": None}
         created = run_deployment(
             f"{flow}/{share.device_type}",
-            parameters={"run_id": self._run_id, "epoch": self._epoch, "supervisor": self._supervisor, **part},
+            parameters={"run_id": self._run_id, "epoch": self._epoch, "attempt": actor.attempt, **part},
             work_queue_name=share.machine,
             job_variables={"env": self._environment},
             tags=["hexflow", f"run:{self._run_id}"],

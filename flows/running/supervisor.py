@@ -5,22 +5,26 @@ asked to start and to cancel, so while its server is away the run goes on and on
 """
 
 import logging
+import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-import psutil
 from sqlalchemy.exc import SQLAlchemyError
 
 from flows.running.context import RunContext
 from planners.plan.run import MachineShare, RunPlan
-from tasks.exchange.ledger import ActorRow, Progress
+from tasks.exchange.ledger import Actor, ActorRow, Progress
 from tasks.exchange.ledger.fence import ACTIVE
-from tasks.machine.processes import end_sessions
+from tasks.lifecycle.silence import Silence
+from tasks.machine.processes import end_sessions, is_alive
 from tasks.training.checkpoints import latest_checkpoint
 
+HURRY_S = 12.0
+"""Longest time for actors to end when it presses: Prefect kills a cancelled flow 30 s after telling it."""
 _POLL_S = 1.0
+_LONGEST_GAP_S = 5.0
 _KILL_GRACE_S = 1.0
 _log = logging.getLogger(__name__)
 
@@ -32,10 +36,11 @@ class RunFailed(Exception):
 class Launcher(Protocol):
     """Starts and cancels the flow runs of actors."""
 
-    def start(self, share: MachineShare, resume_step: int | None) -> str:
+    def start(self, actor: Actor, share: MachineShare, resume_step: int | None) -> str:
         """Start the flow of a replica, or of the trainer's share of a machine, on its pool and queue.
 
-        Returns the flow run's id. Raises RunFailed.
+        It registers as `actor`, or, where that is no longer wanted, does nothing. Returns the flow run's id. Raises
+        RunFailed.
         """
 
     def cancel(self, flow_run_id: str) -> None:
@@ -50,16 +55,15 @@ class Launcher(Protocol):
 
 @dataclass
 class _Child:
-    """An actor's devices and its attempt under way."""
+    """An attempt that this supervisor has given out, and its flow runs: one on each of its machines."""
 
-    role: str
-    slot: int
-    share: MachineShare
-    flow_run_id: str
-    last_attempt: int
-    """The newest attempt in the ledger when this one was started; its own is higher."""
+    actor: Actor
+    shares: Sequence[MachineShare]
+    flow_run_ids: list[str] = field(default_factory=list)
     started: float = field(default_factory=time.monotonic)
     has_run: bool = False
+    row: ActorRow | None = None
+    """As last seen in the ledger."""
 
 
 class Supervisor:
@@ -68,19 +72,21 @@ class Supervisor:
     def __init__(
         self,
         run: RunContext,
+        epoch: int,
         plan: RunPlan,
         launcher: Launcher,
         on_progress: Callable[[Progress], None],
     ) -> None:
         self._run = run
+        self._epoch = epoch
         self._plan = plan
-        (self._trains, *_) = plan.trainer.machines
-        self._machine = self._trains.machine
+        self._machine = plan.trainer.machines[0].machine
         self._launcher = launcher
         self._on_progress = on_progress
         self._settings = run.experiment.run
         self._children: dict[tuple[str, int], _Child] = {}
         self._replaced: list[_Child] = []
+        self._silence = Silence(_LONGEST_GAP_S)
         self._restarts = 0
         self._last_step = -1
         self._last_step_at = time.monotonic()
@@ -90,72 +96,88 @@ class Supervisor:
 
         Raises:
             RunFailed: the restart budget is spent, an actor cannot start, or nothing moves any more.
+            Fenced: the run was ended or taken over elsewhere.
         """
-        self._start("trainer", 0, self._trains, self._run.resume_step)
+        self._start("trainer", 0, self._plan.trainer.machines, self._run.resume_step)
         for replica in self._plan.replicas:
-            self._start("replica", replica.slot, replica, None)
+            self._start("replica", replica.slot, [replica], None)
         while not self._is_complete():
-            self._require_running()
+            self._run.ledger.confirm(self._run.supervisor)
             self._reconcile()
             time.sleep(_POLL_S)
 
-    def _require_running(self) -> None:
-        row = self._run.ledger.find_run(run_id=self._run.run_id)
-        if row is None or row.state != "running":
-            raise RunFailed(f"The run was ended elsewhere: the ledger says {row.state if row else 'nothing'} of it.")
-
-    def end_children(self, patience_s: float, deadline_s: float) -> None:
+    def end_children(self, patience_s: float, deadline_s: float, hurry: threading.Event) -> None:
         """End every actor of a run that is over.
 
         They leave by themselves within seconds of the ledger saying so. After `patience_s` their flow runs are
-        cancelled as well; after `deadline_s` what is left is killed on this machine, and fenced.
+        cancelled as well; after `deadline_s` what is left is killed on this machine, and fenced. `hurry` leaves no more
+        patience and HURRY_S from the moment it is set.
 
         Raises:
             RunFailed: an actor on another machine was still there at the deadline.
+            Fenced: another supervisor has taken over.
         """
-        started = time.monotonic()
+        started, hurries = time.monotonic(), False
         children = [*self._replaced, *self._children.values()]
-        while left := [child for child in children if not self._launcher.has_ended(child.flow_run_id)]:
+        while left := [child for child in children if not all(map(self._launcher.has_ended, child.flow_run_ids))]:
+            if hurry.is_set() and not hurries:
+                started, patience_s, deadline_s, hurries = time.monotonic(), 0.0, min(deadline_s, HURRY_S), True
             waited_s = time.monotonic() - started
             if waited_s > patience_s:
                 for child in left:
-                    self._launcher.cancel(child.flow_run_id)
+                    self._cancel(child)
             if waited_s > deadline_s:
                 self._give_up(left)
                 return
             time.sleep(_POLL_S / 2)
 
-    def _give_up(self, children: list[_Child]) -> None:
-        actors = [actor for actor in self._actors().values() if actor.role != "supervisor"]
+    def _give_up(self, left: list[_Child]) -> None:
         try:
-            self._kill(actors)  # first: a ledger that takes no writes, as on a full disk, must keep nobody alive
-        finally:
-            for actor in actors:
-                self._try_to_fence(actor)
-        away = [child for child in children if child.share.machine != self._machine]
-        if away:
-            named = ", ".join(f"{child.role} {child.slot} on {child.share.machine}" for child in away)
+            self._see(left)
+        except SQLAlchemyError as error:
+            _log.warning("the ledger cannot be read, so actors are ended as they were seen last: %s", error)
+        # First: a ledger that takes no writes, as on a full disk, must keep nobody alive. They are this supervisor's,
+        # whoever supervises now.
+        self._kill([child.row for child in left if child.row])
+        for child in left:
+            self._try_to_fence(child)
+        if away := [child for child in left if child.shares[0].machine != self._machine]:
+            named = ", ".join(f"{_name(child.actor)} on {child.shares[0].machine}" for child in away)
             raise RunFailed(f"{named} did not end: stop the worker there with `hexflow down`.")
 
-    def _try_to_fence(self, actor: ActorRow) -> None:
+    def _try_to_fence(self, child: _Child) -> None:
         """Each for itself; where the ledger takes none, a resume does it, which fences all that it finds."""
         try:
-            self._run.ledger.fence(self._run.run_id, actor.role, actor.slot)
+            self._run.ledger.fence(self._run.supervisor, child.actor)
         except SQLAlchemyError as error:
-            _log.warning("%s %d could not be fenced: %s", actor.role, actor.slot, error)
+            _log.warning("%s could not be fenced: %s", _name(child.actor), error)
 
-    def _kill(self, actors: Iterable[ActorRow]) -> None:
-        """End the processes on this machine of actors that were at work when these rows were read."""
-        own = [actor for actor in actors if actor.state in ACTIVE and actor.machine == self._machine]
-        end_sessions([actor.pid for actor in own if _is_same_process(actor)], _KILL_GRACE_S)
+    def _kill(self, rows: Iterable[ActorRow]) -> None:
+        """End the processes on this machine that have registered as these attempts."""
+        living = [row.pid for row in rows if row.pid and row.process_key and is_alive(row.process_key)]
+        end_sessions(living, _KILL_GRACE_S)
 
-    def _start(self, role: str, slot: int, share: MachineShare, resume_step: int | None) -> None:
-        actor = self._actors().get((role, slot))
-        flow_run_id = self._launcher.start(share, resume_step)
-        self._children[role, slot] = _Child(role, slot, share, flow_run_id, actor.attempt if actor else 0)
+    def _cancel(self, child: _Child) -> None:
+        for flow_run_id in child.flow_run_ids:
+            self._launcher.cancel(flow_run_id)
 
-    def _actors(self) -> dict[tuple[str, int], ActorRow]:
-        return {(actor.role, actor.slot): actor for actor in self._run.ledger.actors(self._run.run_id)}
+    def _start(self, role: str, slot: int, shares: Sequence[MachineShare], resume_step: int | None) -> None:
+        """Give out the slot's next attempt and start it on its machines."""
+        rows = self._run.ledger.actors(self._run.run_id)
+        after = max((row.attempt for row in rows if (row.role, row.slot) == (role, slot)), default=0)
+        machines = [share.machine for share in shares]
+        actor = self._run.ledger.assign(self._run.supervisor, role, slot, after, self._epoch, machines)
+        child = self._children[role, slot] = _Child(actor, shares)
+        for share in shares:
+            child.flow_run_ids.append(self._launcher.start(actor, share, resume_step))
+        child.started = time.monotonic()
+
+    def _see(self, children: Iterable[_Child]) -> None:
+        """Look at the rows of these attempts; those of others in their slots are not theirs."""
+        rows = {(row.role, row.slot, row.attempt): row for row in self._run.ledger.actors(self._run.run_id)}
+        for child in children:
+            actor = child.actor
+            child.row = rows.get((actor.role, actor.slot, actor.attempt), child.row)
 
     # Progress
 
@@ -168,7 +190,7 @@ class Supervisor:
         self._raise_if_stalled(progress)
         if progress.step < progress.steps:
             return False
-        ledger.request_evaluation(run_id, "after", progress.steps)
+        ledger.request_evaluation(self._run.supervisor, "after", progress.steps)
         return all(evaluation.state == "done" for evaluation in ledger.evaluations(run_id).values())
 
     def _raise_if_stalled(self, progress: Progress) -> None:
@@ -183,69 +205,71 @@ class Supervisor:
 
     def _describe_actors(self) -> str:
         return "; ".join(
-            f"{role} {slot} {actor.state} {actor.message or 'without a message'}, last heard {actor.silent_s:.0f} s ago"
-            for (role, slot), actor in sorted(self._actors().items())
+            f"{row.role} {row.slot} {row.state} {row.message or 'without a message'}, last heard "
+            f"{row.silent_s:.0f} s ago"
+            for row in self._run.ledger.actors(self._run.run_id)
         )
 
     # Health
 
     def _reconcile(self) -> None:
-        actors = self._actors()
-        for key, child in list(self._children.items()):
-            actor = actors.get(key)
-            if actor is not None and actor.attempt <= child.last_attempt:
-                actor = None
-            fault = self._fault(child, actor)
+        children = list(self._children.values())
+        self._see(children)
+        silent_s = self._silence.look({child.actor: child.row.serial for child in children if child.row})
+        for child in children:
+            fault, seen_serial = self._fault(child), None
+            if fault is None and child.row is not None and child.row.state in ACTIVE:
+                fault, seen_serial = self._silent(silent_s[child.actor]), child.row.serial
             if fault is not None:
-                self._replace(key, child, actor, fault)
+                self._replace(child, fault, seen_serial)
 
-    def _fault(self, child: _Child, actor: ActorRow | None) -> str | None:
-        """Why this child is dead, or None."""
-        age_s = time.monotonic() - child.started
-        if actor is None:
-            if self._launcher.has_ended(child.flow_run_id):
+    def _fault(self, child: _Child) -> str | None:
+        """Why this child is dead, or None; silence is another matter."""
+        row, age_s = child.row, time.monotonic() - child.started
+        has_ended = any(map(self._launcher.has_ended, child.flow_run_ids))
+        if row is None or row.state == "assigned":
+            if has_ended:
                 return "its flow run ended before it joined the run"
             if age_s > self._settings.start_deadline_s:
                 return f"it did not join the run within run.start_deadline_s ({self._settings.start_deadline_s:.0f} s)"
             return None
-        child.has_run = child.has_run or actor.state == "running"
-        if actor.state in ("failed", "fenced"):
-            return actor.message or actor.state
-        if actor.state == "done":
-            return None if child.role == "trainer" else "it left before the run was over"
-        if actor.silent_s > self._settings.heartbeat_deadline_s:
-            return f"it was silent for {actor.silent_s:.0f} s (run.heartbeat_deadline_s)"
-        if actor.state == "starting" and age_s > self._settings.start_deadline_s:
-            return f"it was still '{actor.message}' after run.start_deadline_s ({age_s:.0f} s)"
-        if self._launcher.has_ended(child.flow_run_id):
-            return "its flow run ended while it was at work"
-        return None
+        child.has_run = child.has_run or row.state == "running"
+        if row.state in ("failed", "fenced"):
+            return row.message or row.state
+        if row.state == "done":
+            return None if row.role == "trainer" else "it left before the run was over"
+        if row.state == "starting" and age_s > self._settings.start_deadline_s:
+            return f"it was still '{row.message}' after run.start_deadline_s ({age_s:.0f} s)"
+        return "its flow run ended while it was at work" if has_ended else None
 
-    def _replace(self, key: tuple[str, int], child: _Child, actor: ActorRow | None, fault: str) -> None:
-        role, slot = key
-        log = self._run.directory.logs / f"{role}-{slot}.log"
-        if not child.has_run and actor is not None and actor.state == "failed":
+    def _silent(self, silent_s: float) -> str | None:
+        deadline_s = self._settings.heartbeat_deadline_s
+        return f"it was silent for {silent_s:.0f} s (run.heartbeat_deadline_s)" if silent_s > deadline_s else None
+
+    def _replace(self, child: _Child, fault: str, seen_serial: int | None) -> None:
+        """Fence the attempt, which ends the matter if it was silent and has beaten since; then start the next one."""
+        actor, ledger = child.actor, self._run.ledger
+        left = ledger.fence(self._run.supervisor, actor, seen_serial)
+        if left is None:
+            return
+        log = self._run.directory.logs / f"{actor.role}-{actor.slot}.log"
+        if not child.has_run and left.state == "failed":
             # What failed before it ever worked would fail again: bad input, missing memory.
-            raise RunFailed(f"The {role} {slot} could not start: {fault} (log: {log})")
+            raise RunFailed(f"The {_name(actor)} could not start: {fault} (log: {log})")
         if self._restarts >= self._settings.restarts:
-            raise RunFailed(f"The {role} {slot} died: {fault}. The budget run.restarts is spent (log: {log})")
+            raise RunFailed(f"The {_name(actor)} died: {fault}. The budget run.restarts is spent (log: {log})")
         self._restarts += 1
-        print(f"{role} {slot} died: {fault}; starting it again ({self._restarts} of {self._settings.restarts})")
-        self._run.ledger.fence(self._run.run_id, role, slot)
-        if actor is not None:
-            self._kill([actor])  # Prefect's server may be away, and its flow run holds the devices as long as it lives
-        self._launcher.cancel(child.flow_run_id)
+        print(f"{_name(actor)} died: {fault}; starting it again ({self._restarts} of {self._settings.restarts})")
+        if left.state == "fenced":
+            self._kill([left])  # Prefect's server may be away, and its flow run holds the devices as long as it lives
+        self._cancel(child)
         self._replaced.append(child)
         resume_step = None
-        if role == "trainer":
-            resume_step = latest_checkpoint(self._run.directory, self._run.ledger, self._run.run_id) or 0
-            self._run.ledger.resume_from(self._run.run_id, resume_step, self._run.supervisor)
-        self._start(role, slot, child.share, resume_step)
+        if actor.role == "trainer":
+            resume_step = latest_checkpoint(self._run.directory, ledger, self._run.run_id) or 0
+            ledger.resume_from(self._run.run_id, resume_step, self._run.supervisor)
+        self._start(actor.role, actor.slot, child.shares, resume_step)
 
 
-def _is_same_process(actor: ActorRow) -> bool:
-    """Whether the actor's pid was its own when it was last heard: a recycled pid belongs to a younger process."""
-    try:
-        return psutil.Process(actor.pid).create_time() < time.time() - actor.silent_s
-    except psutil.NoSuchProcess:
-        return False
+def _name(actor: Actor) -> str:
+    return f"{actor.role} {actor.slot}"

@@ -3,6 +3,7 @@ verified gone. Nothing is ever found by its name."""
 
 import contextlib
 import os
+import platform
 import select
 import signal
 import subprocess
@@ -54,6 +55,50 @@ def _end_own_group() -> None:
     if os.getpgrp() == os.getpid():
         os.killpg(0, signal.SIGKILL)
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def process_key(pid: int | None = None) -> str:
+    """Which process this (or `pid`) is: no other ever has the same key, on this boot of the machine or another.
+
+    Raises:
+        ProcessLookupError: there is no such process.
+    """
+    pid = os.getpid() if pid is None else pid
+    began = _began(pid)
+    if began is None:
+        raise ProcessLookupError(f"there is no process {pid}")
+    return f"{_kernel()}/{pid}/{began}"
+
+
+def is_alive(key: str) -> bool:
+    """Whether the process of this key runs here; a younger one with its pid is another."""
+    kernel, pid, began = key.split("/")
+    return kernel == _kernel() and _began(int(pid)) == began
+
+
+def is_gone(key: str) -> bool:
+    """Whether the process of this key is known to be no more; of one elsewhere nothing is known."""
+    return key.split("/")[0] == _kernel() and not is_alive(key)
+
+
+def _kernel() -> str:
+    """This boot and the namespace in which pids are counted."""
+    if sys.platform != "linux":
+        return platform.node()
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot}:{os.stat('/proc/self/ns/pid').st_ino}"
+
+
+def _began(pid: int) -> str | None:
+    """When the process began, in the kernel's ticks since boot, which no clock moves; None: it has ended."""
+    if sys.platform != "linux":
+        return str(psutil.Process(pid).create_time()) if psutil.pid_exists(pid) else None
+    try:
+        facts = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    state, began = facts[0], facts[19]
+    return None if state in "ZX" else began
 
 
 def device_environment(kind: str, devices: Sequence[int]) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""The process of one rollout replica: `python -m tasks.rollout.process --run RUN --epoch 0 --slot 0`.
+"""The process of one rollout replica: `python -m tasks.rollout.process --run RUN --epoch 0 --slot 0 --attempt 1`.
 
 It joins the run in the ledger, starts the engine with what the plan epoch says of its slot, and serves until the run is
 over.
@@ -8,7 +8,6 @@ import argparse
 import asyncio
 import logging
 import os
-import signal
 import time
 from functools import partial
 from pathlib import Path
@@ -20,7 +19,7 @@ from tasks.config.settings import load_settings
 from tasks.exchange.layout import RunDirectory
 from tasks.exchange.ledger import Actor, Ledger
 from tasks.exchange.weights import verify_weights
-from tasks.lifecycle.heartbeat import Heartbeat
+from tasks.lifecycle.scope import ActorScope, this_process
 from tasks.machine.processes import apply_device_environment, die_with_parent
 from tasks.models.prepare import find_model
 from tasks.rollout.replica import Replica, ReplicaParts
@@ -36,38 +35,36 @@ def main() -> None:
     parser.add_argument("--run", required=True)
     parser.add_argument("--epoch", required=True, type=int, help="plan epoch that the replica belongs to")
     parser.add_argument("--slot", required=True, type=int, help="number of the replica in the plan")
+    parser.add_argument("--attempt", required=True, type=int, help="the slot's attempt, as it was given out")
     args = parser.parse_args()
     die_with_parent()
     apply_device_environment()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
-    ledger = Ledger(load_settings().shared.ledger_url)
-    plan = ledger.plan(args.run, args.epoch).replicas[args.slot]
-    actor = ledger.register(args.run, "replica", plan.slot, os.getpid(), plan.machine)
-    heartbeat = Heartbeat(ledger, actor).start()
+    ledger, actor = Ledger(load_settings().shared.ledger_url), Actor(args.run, "replica", args.slot, args.attempt)
     try:
-        asyncio.run(serve(ledger, actor, heartbeat, plan))
+        asyncio.run(join(ledger, actor, ledger.plan(args.run, args.epoch).replicas[args.slot]))
     except UserError as error:
-        ledger.finish(actor, "failed", str(error))
         raise SystemExit(f"error: {error}") from None
-    except BaseException as error:
-        ledger.finish(actor, "failed", f"{type(error).__name__}: {error}")
-        raise
-    finally:
-        heartbeat.stop()
-    ledger.finish(actor, "done")
 
 
-async def serve(ledger: Ledger, actor: Actor, heartbeat: Heartbeat, plan: ReplicaPlan) -> None:
-    """Start the replica's parts as planned, serve until SIGTERM, and end them all."""
-    settings = load_settings()
+async def join(ledger: Ledger, actor: Actor, plan: ReplicaPlan) -> None:
+    """Be the replica in the ledger for as long as it serves."""
+    leaving, loop = asyncio.Event(), asyncio.get_running_loop()
+    with ActorScope(
+        ledger, actor, this_process(plan.machine), lambda reason: loop.call_soon_threadsafe(leaving.set)
+    ) as scope:
+        await serve(ledger, scope, plan, leaving)
+
+
+async def serve(ledger: Ledger, scope: ActorScope, plan: ReplicaPlan, leaving: asyncio.Event) -> None:
+    """Start the replica's parts as planned, serve until `leaving`, and end them all."""
+    settings, actor = load_settings(), scope.actor
     run = RunDirectory(settings.shared.runs / actor.run_id)
     experiment = Experiment.model_validate_json(run.experiment.read_text())
     model_path = find_model(experiment.model, settings)
-    leaving = asyncio.Event()
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, leaving.set)
-    heartbeat.report("starting", "waiting for the weights to begin with")
+    scope.report("starting", "waiting for the weights to begin with")
     lineage, number, weights_path = await first_weights(ledger, actor, run, experiment, model_path)
-    heartbeat.report("starting", f"starting vLLM with version {number}")
+    scope.report("starting", f"starting vLLM with version {number}")
     setup = AnsweringSetup(
         model_path,
         weights_path,
@@ -90,7 +87,7 @@ async def serve(ledger: Ledger, actor: Actor, heartbeat: Heartbeat, plan: Replic
         replica = Replica(
             ReplicaParts(experiment, ledger, actor, run, answerer.engine, answerer, prompts, tracker, setup.concurrency)
         )
-        heartbeat.report("running")
+        scope.report("running")
         try:
             await _serve_until(leaving, replica)
         finally:

@@ -20,7 +20,7 @@ class RankFailed(RuntimeError):
 
 
 def run_trainer(
-    run_id: str, epoch: int, machine: str, resume_step: int | None = None, master: str | None = None
+    run_id: str, epoch: int, machine: str, attempt: int, resume_step: int | None = None, master: str | None = None
 ) -> None:
     """Train on a machine's share of a plan epoch's trainer, until the run's last step; no rank stays on any way out.
 
@@ -31,6 +31,7 @@ def run_trainer(
         run_id: the run, known to the ledger.
         epoch: the plan epoch, which names the devices.
         machine: this machine, as the plan calls it.
+        attempt: the trainer's attempt, as it was given out.
         resume_step: step of the checkpoint to continue from; 0 begins again in a new lineage, None is a new run.
         master: HOST:PORT where the ranks of all machines meet; None: on this machine, which has them all.
 
@@ -44,6 +45,7 @@ def run_trainer(
     )
     share, first = trainer.share_of(machine)
     argv = [sys.executable, "-m", "tasks.training.trainer", "--run", run_id, "--epoch", str(epoch)]
+    argv += ["--attempt", str(attempt)]
     if resume_step is not None:
         argv += ["--resume-step", str(resume_step)]
     env = settings.environment() | device_environment(share.kind, share.devices)

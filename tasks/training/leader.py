@@ -4,12 +4,10 @@ A version is published before the checkpoint of the same step is written, becaus
 checkpoint. Dying in between loses nothing: a resume goes back to the older checkpoint and abandons the version.
 """
 
-import contextlib
 import json
 import math
 import os
 import signal
-import socket
 import threading
 import time
 from collections.abc import Sequence
@@ -21,16 +19,16 @@ from torch import Tensor
 from planners.errors import UserError
 from tasks.config.experiment import Experiment
 from tasks.exchange.layout import RunDirectory
-from tasks.exchange.ledger import Actor, Fenced, GroupRow, Ledger
+from tasks.exchange.ledger import Actor, GroupRow, Ledger
 from tasks.exchange.trajectories import GroupOutline, Outcome, delete_payloads, found_payloads
 from tasks.exchange.weights import delete_unused, found_versions, publish_weights
-from tasks.lifecycle.heartbeat import Heartbeat
+from tasks.lifecycle.scope import ActorScope, say_last_word
 from tasks.tracking.tracker import Tracker
 from tasks.training.checkpoints import delete_checkpoints, found_checkpoints
 from tasks.training.export import write_weights
 
 _POLL_S = 0.1
-_GOODBYE_S = 1.0  # longest time that telling MLflow holds up a process that was told to end
+_LEDGER_S, _MLFLOW_S = 5.0, 1.0  # longest times that telling them holds up a process that was told to end
 _SIGTERM_STATUS = 128 + signal.SIGTERM
 
 
@@ -47,12 +45,12 @@ class Leader:
     ledger: Ledger
     actor: Actor
     lineage: int
-    heartbeat: Heartbeat
+    scope: ActorScope
     tracker: Tracker
 
     def confirm(self) -> None:
         """Raise Fenced if another trainer has taken over."""
-        self.ledger.heartbeat(self.actor)
+        self.ledger.confirm(self.actor)
 
     def take_groups(self, step: int) -> tuple[list[GroupRow], float]:
         """The groups of `step` in the ledger's order, and the seconds spent waiting for them.
@@ -64,14 +62,14 @@ class Leader:
         # The first step also waits for the replicas to start.
         deadline_s = settings.step_deadline_s + (settings.start_deadline_s if step == 0 else 0.0)
         started = time.monotonic()
-        self.heartbeat.report("running", f"waiting for the groups of step {step}")
+        self.scope.report("running", f"waiting for the groups of step {step}")
         while (rows := self.ledger.take_groups(self.actor, step)) is None:
             if time.monotonic() - started > deadline_s:
                 raise UserError(self._describe_silence(step, deadline_s))
             time.sleep(_POLL_S)
         wait_s = time.monotonic() - started
         self.ledger.record_span(self.actor, "wait", wait_s)
-        self.heartbeat.report("running", f"training step {step}")
+        self.scope.report("running", f"training step {step}")
         return rows, wait_s
 
     def publish(self, number: int, weights: dict[str, Tensor]) -> None:
@@ -145,6 +143,7 @@ class Leader:
         finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
         finite["nonfinite/metrics"] = float(len(metrics) - len(finite))
         self.ledger.record_step(self.actor, step, json.dumps(finite))
+        self.scope.add_work()
         self.tracker.log(metrics, step)
 
     def _describe_silence(self, step: int, deadline_s: float) -> str:
@@ -184,27 +183,33 @@ def batch_metrics(rows: Sequence[GroupRow], groups: Sequence[GroupOutline], step
     }
 
 
-def leave_on_sigterm(leader: Leader) -> None:
-    """End this process within about a second of SIGTERM, telling the ledger and MLflow.
+@dataclass
+class Goodbye:
+    """What ends this process when it is told to leave: within about a second, telling the ledger and MLflow.
 
-    Python runs signal handlers between bytecodes of the main thread, which a backward pass of seconds holds up. So a
-    thread waits for the interpreter's wake-up byte, which is written at once. Leaving at any instant is safe: what is
-    on the disk is whole or unnamed. The exit status is 0 if the run is over anyway.
+    It is called by a thread of the actor's scope while the main thread may compute. Leaving at any instant is safe:
+    what is on the disk is whole or unnamed. A ledger that takes no writes, or hangs, keeps nobody. The exit status is 0
+    if the run is over anyway.
     """
-    reader, writer = socket.socketpair()
-    writer.setblocking(False)
-    signal.signal(signal.SIGTERM, lambda number, frame: None)
-    signal.set_wakeup_fd(writer.fileno())
 
-    def watch() -> None:
-        reader.recv(1)
-        writer.close()
-        with contextlib.suppress(Fenced):
-            leader.ledger.finish(leader.actor, "failed", "ended by SIGTERM")
-        goodbye = threading.Thread(target=leader.tracker.finish, args=("KILLED",), daemon=True)
-        goodbye.start()
-        goodbye.join(_GOODBYE_S)
-        row = leader.ledger.find_run(run_id=leader.actor.run_id)
-        os._exit(_SIGTERM_STATUS if row is not None and row.state == "running" else 0)
+    ledger: Ledger
+    actor: Actor
+    tracker: Tracker | None = None
+    _status: int = _SIGTERM_STATUS
 
-    threading.Thread(target=watch, name="leave-on-sigterm", daemon=True).start()
+    def __call__(self, reason: str) -> None:
+        """Leave for this reason."""
+        threads = [threading.Thread(target=self._tell_ledger, args=(reason,), daemon=True)]
+        if self.tracker:
+            threads.append(threading.Thread(target=self.tracker.finish, args=("KILLED",), daemon=True))
+        for thread in threads:
+            thread.start()
+        for thread, patience_s in zip(threads, (_LEDGER_S, _MLFLOW_S), strict=False):
+            thread.join(patience_s)
+        os._exit(self._status)
+
+    def _tell_ledger(self, reason: str) -> None:
+        say_last_word(self.ledger, self.actor, "failed", reason)
+        row = self.ledger.find_run(run_id=self.actor.run_id)
+        if row is None or row.state != "running":
+            self._status = 0

@@ -1,4 +1,4 @@
-"""One rank of the trainer: `python -m tasks.training.trainer --run RUN --epoch 0`, started by `launch`.
+"""One rank of the trainer: `python -m tasks.training.trainer --run RUN --epoch 0 --attempt 1`, started by `launch`.
 
 Step i consumes the groups that the ledger chooses, trains policy version i on them and publishes version i + 1. All
 ranks walk through the same steps; rank 0 alone speaks to the ledger, and tells the others which groups to load.
@@ -18,17 +18,17 @@ from planners.errors import UserError
 from tasks.config.experiment import Experiment
 from tasks.config.settings import load_settings
 from tasks.exchange.layout import RunDirectory
-from tasks.exchange.ledger import Fenced, GroupRow, Ledger
+from tasks.exchange.ledger import Actor, GroupRow, Ledger
 from tasks.exchange.trajectories import StoredGroup, open_group
-from tasks.lifecycle.heartbeat import FENCED_EXIT_STATUS, Heartbeat
+from tasks.lifecycle.scope import ActorScope, this_process
 from tasks.machine.processes import apply_device_environment, die_with_parent
 from tasks.models.dtypes import torch_dtype
 from tasks.models.prepare import find_model
-from tasks.tracking.tracker import Tracker
+from tasks.tracking.tracker import Status, Tracker
 from tasks.training.checkpoints import load_checkpoint, save_checkpoint
 from tasks.training.engine import Engine, StepResult, load_engine
 from tasks.training.groups import permute_advantages, with_advantages
-from tasks.training.leader import Leader, batch_metrics, leave_on_sigterm
+from tasks.training.leader import Goodbye, Leader, batch_metrics
 from tasks.training.memory import check_memory
 from tasks.training.ranks import Ranks, join_ranks
 
@@ -177,37 +177,31 @@ def train(args: argparse.Namespace, experiment: Experiment, leader: Leader | Non
 
 
 def lead(args: argparse.Namespace, experiment: Experiment) -> None:
-    """Train as rank 0: take the trainer's place in the ledger, and say there and in MLflow how it ended."""
+    """Train as rank 0: be the trainer in the ledger, and say there and in MLflow how it ended."""
     settings = load_settings()
-    ledger = Ledger(settings.shared.ledger_url)
+    ledger, actor = Ledger(settings.shared.ledger_url), Actor(args.run, "trainer", 0, args.attempt)
     (first, *_) = ledger.plan(args.run, args.epoch).trainer.machines
-    actor = ledger.register(args.run, "trainer", 0, os.getpid(), first.machine)
-    lineage = ledger.lineage_of(actor)
-    heartbeat = Heartbeat(ledger, actor).start()
-    heartbeat.report("starting", "loading the model")
-    tracker = Tracker.child(
-        os.environ.get("MLFLOW_TRACKING_URI"),
-        partial(ledger.mlflow_run, args.run),
-        "trainer",
-        {"hexflow.role": "trainer", "hexflow.slot": "0", "hexflow.attempt": str(actor.attempt)},
-    )
     run, model_path = RunDirectory(settings.shared.runs / args.run), find_model(experiment.model, settings)
-    leader = Leader(run, experiment, model_path, ledger, actor, lineage, heartbeat, tracker)
-    leave_on_sigterm(leader)
+    goodbye = Goodbye(ledger, actor)
+    status: Status = "FAILED"
     try:
-        train(args, experiment, leader)
-    except Fenced as error:
-        _log.error("%s", error)
-        tracker.finish("KILLED")
-        raise SystemExit(FENCED_EXIT_STATUS) from None
-    except BaseException as error:
-        message = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
-        ledger.finish(actor, "failed", message)
-        tracker.finish("FAILED")
+        with ActorScope(ledger, actor, this_process(first.machine), goodbye) as scope:
+            lineage = ledger.lineage_of(actor)
+            scope.report("starting", "loading the model")
+            goodbye.tracker = tracker = Tracker.child(
+                os.environ.get("MLFLOW_TRACKING_URI"),
+                partial(ledger.mlflow_run, args.run),
+                "trainer",
+                {"hexflow.role": "trainer", "hexflow.slot": "0", "hexflow.attempt": str(actor.attempt)},
+            )
+            train(args, experiment, Leader(run, experiment, model_path, ledger, actor, lineage, scope, tracker))
+        status = "FINISHED"
+    except SystemExit:
+        status = "KILLED"
         raise
-    heartbeat.stop()
-    ledger.finish(actor, "done")
-    tracker.finish("FINISHED")
+    finally:
+        if goodbye.tracker:
+            goodbye.tracker.finish(status)
 
 
 def main() -> None:
@@ -215,6 +209,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--run", required=True, help="run id in the ledger")
     parser.add_argument("--epoch", required=True, type=int, help="plan epoch that the trainer belongs to")
+    parser.add_argument("--attempt", required=True, type=int, help="the trainer's attempt, as it was given out")
     parser.add_argument("--resume-step", type=int, help="step of the checkpoint to continue from; 0: from the model")
     args = parser.parse_args()
     die_with_parent()

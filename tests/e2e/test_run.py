@@ -112,8 +112,11 @@ def test_a_run_survives_kills_is_cancelled_without_a_server_and_completes_when_r
     run = Run(stack_settings, "train", str(EXPERIMENT), f"run.steps={STEPS}")
     run_id = run.run_id
     until(lambda: ledger.progress(run_id).step >= 7, 300, "a checkpoint and one more step")
-    os.killpg(actor(ledger, run_id, "replica").pid, signal.SIGKILL)
-    os.kill(actor(ledger, run_id, "trainer").pid, signal.SIGKILL)
+    replica, trainer = (actor(ledger, run_id, role).pid for role in ("replica", "trainer"))
+    assert replica
+    assert trainer
+    os.killpg(replica, signal.SIGKILL)
+    os.kill(trainer, signal.SIGKILL)
     until(lambda: ledger.progress(run_id).step >= 13, 300, "steps of second ones and a checkpoint")
     assert [actor(ledger, run_id, role).attempt for role in ("trainer", "replica")] == [2, 2]
 

@@ -13,6 +13,7 @@ from tasks.exchange.ledger import Actor, Lease, Ledger
 from tasks.exchange.ledger.database import now_s
 from tasks.exchange.ledger.schema import consumed_steps, drops, groups, policy_versions, prompts, spans, steps
 from tasks.exchange.trajectories import Outcome
+from tests.support.ledger import begin, join
 
 Call = Callable[[str, Callable[[], Any]], Any]
 """Makes a call of the ledger, which has a name, and returns what it returns."""
@@ -36,9 +37,9 @@ class History:
         self.ledger = ledger
         self.step = past * (DROPPED_SHARE - 1) // DROPPED_SHARE // B
         self.lineage = 0
-        ledger.create_run(RUN, B, ETA, steps=10**9, max_attempts_per_prompt=2, flow_run_id="flow")
-        self.supervisor, self.trainer = self._register("supervisor", 0), self._register("trainer", 0)
-        self.replicas = [self._register("replica", slot) for slot in range(REPLICAS)]
+        self.supervisor = begin(ledger, RUN, (B, ETA, 10**9), flow_run_id="flow")
+        self.trainer = join(ledger, "trainer", run_id=RUN)
+        self.replicas = [join(ledger, "replica", slot, RUN) for slot in range(REPLICAS)]
         if past:
             with ledger.write(RUN) as connection:
                 _fill(connection, past, self.step)
@@ -67,9 +68,6 @@ class History:
         self.ledger.record_version(self.trainer, self.step, "path")
         self._load(call)
 
-    def _register(self, role: str, slot: int) -> Actor:
-        return self.ledger.register(RUN, role, slot, pid=1, machine="here")
-
     def _load(self, call: Call) -> None:
         for replica in self.replicas:
             lineage, number = call("latest_version", lambda: self.ledger.latest_version(RUN))
@@ -96,7 +94,7 @@ class History:
             call("heartbeat", lambda: ledger.heartbeat(actor, "running", "at work"))  # noqa: B023
             call("record_span", lambda: ledger.record_span(actor, "busy", 1.0))  # noqa: B023
         call("claim_evaluation, none to have", lambda: ledger.claim_evaluation(self.replicas[0], self.step))
-        call("is_to_cancel", lambda: ledger.is_to_cancel("flow"))
+        call("confirm", lambda: ledger.confirm(self.supervisor))
         call("lineage_of", lambda: ledger.lineage_of(self.trainer))
 
     def _answer(self, call: Call) -> None:

@@ -2,11 +2,60 @@
 
 import itertools
 
-from tasks.exchange.ledger import Actor, GroupRow, Lease, Ledger
+from tasks.exchange.ledger import Actor, GroupRow, Lease, Ledger, Process
 
 RUN = "run"
 B, ETA, STEPS = 2, 1, 3
 _keys = itertools.count()
+
+
+def a_process(pid: int = 1, machine: str = "here") -> Process:
+    """A process that never was before."""
+    return Process(f"elsewhere/{pid}/{next(_keys)}", pid, machine)
+
+
+def begin(
+    ledger: Ledger,
+    run_id: str = RUN,
+    sizes: tuple[int, int, int] = (B, ETA, STEPS),
+    flow_run_id: str | None = None,
+    pid: int = 1,
+) -> Actor:
+    """Begin a run of `sizes` (B, η, steps); returns its supervisor."""
+    prompts_per_step, max_staleness, steps = sizes
+    return ledger.begin_run(
+        run_id,
+        a_process(pid),
+        prompts_per_step=prompts_per_step,
+        max_staleness=max_staleness,
+        steps=steps,
+        max_attempts_per_prompt=2,
+        flow_run_id=flow_run_id,
+    )
+
+
+def supervisor_of(ledger: Ledger, run_id: str = RUN) -> Actor:
+    """The run's newest supervisor."""
+    attempt = next(row.attempt for row in ledger.actors(run_id) if row.role == "supervisor")
+    return Actor(run_id, "supervisor", 0, attempt)
+
+
+def assign(ledger: Ledger, role: str, slot: int = 0, run_id: str = RUN, machine: str = "here") -> Actor:
+    """The slot's next attempt, as the run's supervisor gives it out."""
+    after = max((row.attempt for row in ledger.actors(run_id) if (row.role, row.slot) == (role, slot)), default=0)
+    return ledger.assign(supervisor_of(ledger, run_id), role, slot, after, epoch=0, machines=[machine])
+
+
+def join(ledger: Ledger, role: str, slot: int = 0, run_id: str = RUN, pid: int = 1, machine: str = "here") -> Actor:
+    """The slot's next attempt, given out and registered."""
+    actor = assign(ledger, role, slot, run_id, machine)
+    ledger.register(actor, a_process(pid, machine))
+    return actor
+
+
+def fence(ledger: Ledger, actor: Actor) -> None:
+    """Declare an actor dead, as the run's supervisor does."""
+    assert ledger.fence(supervisor_of(ledger, actor.run_id), actor) is not None
 
 
 def load(ledger: Ledger, replica: Actor, version: tuple[int, int]) -> None:

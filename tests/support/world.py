@@ -13,6 +13,7 @@ import pytest
 from hypothesis import strategies as st
 
 from tasks.exchange.ledger import Actor, Fenced, Lease, Ledger
+from tests.support.ledger import begin, fence, join
 
 Version = tuple[int, int]
 SIZES = st.tuples(st.integers(1, 3), st.integers(0, 3), st.integers(1, 4))
@@ -35,7 +36,7 @@ class World:
     def __init__(self, ledger: Ledger, run_id: str, sizes: tuple[int, int, int], replicas: int, dice: random.Random):
         self.ledger, self.run_id, self.dice = ledger, run_id, dice
         self.prompts_per_step, self.max_staleness, self.steps = sizes
-        ledger.create_run(run_id, *sizes, max_attempts_per_prompt=2)
+        begin(ledger, run_id, sizes)
         self.trainer = self.register("trainer", 0)
         self.lineage, self.trained, self.taken = 0, 0, False
         self.live: set[Version] = set()
@@ -49,7 +50,7 @@ class World:
         self.replicas = [Replica(self.register("replica", slot)) for slot in range(replicas)]
 
     def register(self, role: str, slot: int) -> Actor:
-        return self.ledger.register(self.run_id, role, slot, pid=1, machine="here")
+        return join(self.ledger, role, slot, self.run_id)
 
     @property
     def finished(self) -> bool:
@@ -204,7 +205,7 @@ class World:
     def die_and_return(self, replica: Replica) -> bool:
         zombie = replica.actor
         if self.dice.random() < 0.5:
-            self.ledger.fence(self.run_id, "replica", zombie.slot)
+            fence(self.ledger, zombie)
         else:
             replica.actor = self.register("replica", zombie.slot)
         with pytest.raises(Fenced):

@@ -17,6 +17,7 @@ from tasks.exchange.ledger.reports import Reports
 from tasks.exchange.ledger.rows import (
     Actor,
     ActorRow,
+    Beat,
     Evaluation,
     EvaluationRow,
     Fenced,
@@ -24,6 +25,7 @@ from tasks.exchange.ledger.rows import (
     Lease,
     MachineRow,
     PlanEpochRow,
+    Process,
     Progress,
     RunRow,
     SpanRow,
@@ -35,6 +37,7 @@ from tasks.exchange.ledger.versions import Weights
 __all__ = [
     "Actor",
     "ActorRow",
+    "Beat",
     "Evaluation",
     "EvaluationRow",
     "Fenced",
@@ -43,6 +46,7 @@ __all__ = [
     "Ledger",
     "MachineRow",
     "PlanEpochRow",
+    "Process",
     "Progress",
     "RunRow",
     "SpanRow",

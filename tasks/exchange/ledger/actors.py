@@ -1,71 +1,169 @@
 """The ledger's actors: attempts, heartbeats, and what happens to the work of one that is gone.
 
-A lease lives as long as its actor is the current attempt of its slot, so heartbeats renew leases by being there, and a
-long generation keeps its lease. Who replaces or fences an actor gives its prompts out again in the same transaction.
+The supervisor gives attempts out, and a process registers as exactly the one it was started for; the supervisor's own
+is made where its run begins or is taken over (`runs`). A lease lives as long as its actor is the current attempt of its
+slot, so heartbeats renew leases by being there, and a long generation keeps its lease. Who replaces or fences an actor
+gives its prompts out again in the same transaction.
 """
 
-from sqlalchemy import Connection, and_, delete, func, insert, select, update
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from sqlalchemy import ColumnElement, Connection, Row, Select, and_, delete, func, insert, select, update
 
 from tasks.exchange.ledger.database import Database, now_s
-from tasks.exchange.ledger.fence import ACTIVE, newest_attempt, require_current, rows_of, run_of
+from tasks.exchange.ledger.fence import (
+    ACTIVE,
+    OPEN,
+    name_of,
+    newest_attempt,
+    require_active,
+    require_current,
+    require_supervisor,
+    rows_of,
+)
 from tasks.exchange.ledger.groups import LEASE_LOST, drop_groups
-from tasks.exchange.ledger.rows import Actor, ActorRow
-from tasks.exchange.ledger.schema import actors, evaluations, groups, weight_claims
+from tasks.exchange.ledger.rows import Actor, ActorRow, Beat, Fenced, Process
+from tasks.exchange.ledger.schema import actors, cancellations, evaluations, groups, runs, weight_claims
 
-ROLES = ("trainer", "replica", "supervisor")
+ROLES = ("trainer", "replica")
+"""What a supervisor gives out."""
 
 
 class Actors(Database):
     """Who works on a run, and whether it still does."""
 
-    def register(self, run_id: str, role: str, slot: int, pid: int, machine: str) -> Actor:
-        """Become the newest attempt of a slot.
+    def assign(self, supervisor: Actor, role: str, slot: int, after: int, epoch: int, machines: Sequence[str]) -> Actor:
+        """Give out the attempt that follows `after` in a slot; the former one is fenced, its work given out again.
 
-        Older attempts are fenced, their leases dropped, so that the prompts are leased again, their claims released.
+        Args:
+            supervisor: who decides it.
+            role: "trainer" or "replica".
+            slot: number among those of the role.
+            after: newest attempt of the slot, 0 where there is none. Asking again gives the same attempt.
+            epoch: plan epoch that it is to work for.
+            machines: where its processes start; the first leads and registers.
+
+        Raises:
+            Fenced: this supervisor is no longer current.
+            ValueError: `after` is not the newest attempt.
         """
         if role not in ROLES:
-            raise ValueError(f"an actor is {', '.join(ROLES)}, not {role}")
+            raise ValueError(f"a supervisor gives out {' and '.join(ROLES)}, not {role}")
+        run_id = supervisor.run_id
+        actor = Actor(run_id, role, slot, after + 1)
         with self.write(run_id) as connection:
-            run_of(connection, run_id)
+            require_supervisor(connection, supervisor)
             newest = newest_attempt(connection, run_id, role, slot)
-            _fence_slot(connection, run_id, role, slot)
-            actor = Actor(run_id, role, slot, 1 if newest is None else newest[0] + 1)
-            values = {"run_id": run_id, "role": role, "slot": slot, "attempt": actor.attempt, "state": "starting"}
-            values |= {"pid": pid, "machine": machine, "message": "", "registered_s": now_s(), "heartbeat_s": now_s()}
-            connection.execute(insert(actors).values(**values))
+            found = 0 if newest is None else newest[0]
+            if found == actor.attempt and _assigned_by(connection, actor) == supervisor.attempt:
+                return actor
+            if found != after:
+                raise ValueError(f"{name_of(actor)} cannot be given out: attempt {found} is the newest")
+            end_slots(connection, run_id, actors.c.role == role, actors.c.slot == slot)
+            values = {"assigned_by": supervisor.attempt, "epoch": epoch, "machines": json.dumps(list(machines))}
+            add_actor(connection, actor, state="assigned", message="waiting for its process", **values)
         return actor
 
-    def heartbeat(self, actor: Actor, state: str = "running", message: str = "") -> None:
-        """Say that the actor is alive, which renews its leases.
+    def register(self, actor: Actor, process: Process) -> None:
+        """Begin as an attempt that was given out; once per process, which may repeat it.
 
-        A beat that comes after the actor's own `finish` changes nothing.
+        Raises:
+            Fenced: the attempt is no longer current, has ended, or is another process's.
+        """
+        with self.write(actor.run_id) as connection:
+            state = require_current(connection, actor)
+            this = rows_of(actor, actors)
+            if state == "assigned":
+                who = {"process_key": process.key, "pid": process.pid, "machine": process.machine}
+                values = {"state": "starting", "message": "", "serial": 1, "heartbeat_s": now_s(), **who}
+                connection.execute(update(actors).where(*this).values(**values))
+                return
+            require_active(connection, actor)
+            if connection.scalar(select(actors.c.process_key).where(*this)) != process.key:
+                raise Fenced(f"{name_of(actor)} is another process already")
+
+    def heartbeat(self, actor: Actor, state: str = "running", message: str = "", work: int = 0) -> Beat:
+        """Say that the actor is alive, which renews its leases, and hear what it should do.
+
+        One update of the actor's own row, without waiting for the run's other writers. A beat that comes after the
+        actor's own `finish` changes nothing.
+
+        Args:
+            actor: who beats.
+            state: "starting" or "running".
+            message: what it does, or waits for.
+            work: work done since it registered.
 
         Raises:
             Fenced: this attempt is no longer current.
         """
         if state not in ACTIVE:
             raise ValueError(f"an actor that beats is {' or '.join(ACTIVE)}, not {state}; `finish` ends it")
-        values = {"state": state, "message": message, "heartbeat_s": now_s()}
-        # One short statement on a row of its own, which needs no other writer to wait: who fences it changes the row.
-        beat = update(actors).where(*rows_of(actor, actors), actors.c.state.in_(ACTIVE)).values(**values)
-        with self.write(None) as connection:
-            if connection.execute(beat).rowcount == 0:
-                require_current(connection, actor)
+        values = {"state": state, "message": message, "work": work, "serial": actors.c.serial + 1}
+        own = (*rows_of(actor, actors), actors.c.state.in_(ACTIVE))
+        with self.write(None) as connection:  # who fences it changes this row, so nobody else needs to wait
+            beaten = connection.execute(update(actors).where(*own).values(**values, heartbeat_s=now_s())).rowcount
+        with self.read() as connection:
+            if not beaten and require_current(connection, actor) == "assigned":
+                raise Fenced(f"{name_of(actor)} has not registered")
+            return _answer(connection, actor)
+
+    def confirm(self, actor: Actor) -> None:
+        """Look whether the actor may still write, without a beat.
+
+        Raises:
+            Fenced: this attempt is no longer current, or has ended.
+        """
+        with self.read() as connection:
+            require_active(connection, actor)
+
+    def is_wanted(self, actor: Actor) -> bool:
+        """Whether the attempt may be begun, or is under way: it was given out, and nobody has ended it since."""
+        with self.read() as connection:
+            return connection.scalar(select(actors.c.state).where(*rows_of(actor, actors))) in OPEN
 
     def finish(self, actor: Actor, state: str, message: str = "") -> None:
-        """Say that the actor is done or failed. What it still holds is given out again; the first word counts."""
+        """Say that the actor is done or failed. What it still holds is given out again; the first word counts.
+
+        Raises:
+            Fenced: this attempt is no longer current.
+        """
         if state not in ("done", "failed"):
             raise ValueError(f"an actor ends as done or failed, not {state}")
         with self.write(actor.run_id) as connection:
             if require_current(connection, actor) in ACTIVE:
                 values = {"state": state, "message": message, "heartbeat_s": now_s()}
                 connection.execute(update(actors).where(*rows_of(actor, actors)).values(**values))
-                _release(connection, actor.run_id, actor.role, actor.slot)
+                end_slots(connection, actor.run_id, actors.c.role == actor.role, actors.c.slot == actor.slot)
 
-    def fence(self, run_id: str, role: str, slot: int) -> None:
-        """Declare the current attempt of a slot dead: it can write no more, and what it holds is given out again."""
-        with self.write(run_id) as connection:
-            _fence_slot(connection, run_id, role, slot)
+    def fence(self, supervisor: Actor, actor: Actor, seen_serial: int | None = None) -> ActorRow | None:
+        """Declare an attempt dead: it can write no more, and what it holds is given out again. Safe to repeat.
+
+        Args:
+            supervisor: who decides it.
+            actor: an attempt that this supervisor has given out.
+            seen_serial: serial number of the beat that it was silent since; None: it is to end, beat or not.
+
+        Returns:
+            The attempt as it was left, whose process may be killed now; None if it has beaten since.
+
+        Raises:
+            Fenced: this supervisor is no longer current.
+            ValueError: the attempt is not this supervisor's.
+        """
+        this = rows_of(actor, actors)
+        with self.write(supervisor.run_id) as connection:
+            require_supervisor(connection, supervisor)
+            if _assigned_by(connection, actor) != supervisor.attempt:
+                raise ValueError(f"{name_of(actor)} was not given out by attempt {supervisor.attempt}")
+            silent = [] if seen_serial is None else [actors.c.serial == seen_serial]
+            fenced = update(actors).where(*this, actors.c.state.in_(OPEN), *silent).values(state="fenced")
+            if connection.execute(fenced).rowcount:
+                end_slots(connection, actor.run_id, actors.c.role == actor.role, actors.c.slot == actor.slot)
+            row = _row(connection.execute(_with_silence().where(*this)).one())
+        return None if row.state in OPEN else row
 
     def actors(self, run_id: str) -> list[ActorRow]:
         """The newest attempt of every slot, by role and slot."""
@@ -75,9 +173,8 @@ class Actors(Database):
             .group_by(actors.c.role, actors.c.slot)
             .subquery()
         )
-        silent_s = (now_s() - actors.c.heartbeat_s).label("silent_s")
         query = (
-            select(actors, silent_s)
+            _with_silence()
             .join(
                 newest,
                 and_(
@@ -90,29 +187,30 @@ class Actors(Database):
             .order_by(actors.c.role, actors.c.slot)
         )
         with self.read() as connection:
-            return [
-                ActorRow(
-                    role=row.role,
-                    slot=row.slot,
-                    attempt=row.attempt,
-                    state=row.state,
-                    pid=row.pid,
-                    machine=row.machine,
-                    loaded_version=None if row.loaded_number is None else (row.loaded_lineage, row.loaded_number),
-                    silent_s=row.silent_s,
-                    message=row.message,
-                )
-                for row in connection.execute(query)
-            ]
+            return [_row(row) for row in connection.execute(query)]
 
 
-def _fence_slot(connection: Connection, run_id: str, role: str, slot: int) -> None:
+def add_actor(connection: Connection, actor: Actor, **values: object) -> None:
+    """Write an attempt down; `values` are the columns that its state needs."""
+    keys = {"run_id": actor.run_id, "role": actor.role, "slot": actor.slot, "attempt": actor.attempt}
+    defaults = {"message": "", "machines": "[]", "serial": 0, "work": 0, "heartbeat_s": now_s()}
+    connection.execute(insert(actors).values(**(defaults | keys | values)))
+
+
+def end_slots(connection: Connection, run_id: str, *which: ColumnElement[bool]) -> None:
+    """Fence the attempts under way of some slots, and give out again all that attempts of these slots hold.
+
+    Args:
+        connection: a writing transaction.
+        run_id: the run.
+        which: conditions on role and slot; none: all slots of the run.
+    """
     connection.execute(
-        update(actors)
-        .where(actors.c.run_id == run_id, actors.c.role == role, actors.c.slot == slot, actors.c.state.in_(ACTIVE))
-        .values(state="fenced")
+        update(actors).where(actors.c.run_id == run_id, actors.c.state.in_(OPEN), *which).values(state="fenced")
     )
-    _release(connection, run_id, role, slot)
+    slots = connection.execute(select(actors.c.role, actors.c.slot).distinct().where(actors.c.run_id == run_id, *which))
+    for role, slot in slots.all():
+        _release(connection, run_id, role, slot)
 
 
 def _release(connection: Connection, run_id: str, role: str, slot: int) -> None:
@@ -133,4 +231,51 @@ def _release(connection: Connection, run_id: str, role: str, slot: int) -> None:
             evaluations.c.state == "claimed",
         )
         .values(state="requested")
+    )
+
+
+def _assigned_by(connection: Connection, actor: Actor) -> int | None:
+    return connection.scalar(select(actors.c.assigned_by).where(*rows_of(actor, actors)))
+
+
+def _answer(connection: Connection, actor: Actor) -> Beat:
+    """What the ledger wants of an actor that has just beaten."""
+    state, flow_run_id = connection.execute(
+        select(runs.c.state, runs.c.flow_run_id).where(runs.c.run_id == actor.run_id)
+    ).one()
+    if actor.role == "supervisor":
+        asked = select(cancellations.c.flow_run_id).where(cancellations.c.flow_run_id == flow_run_id)
+        leaves = state == "running" and connection.scalar(asked) is not None
+    else:
+        leaves = state != "running"
+    attempt, serial = connection.execute(
+        select(actors.c.attempt, actors.c.serial)
+        .where(actors.c.run_id == actor.run_id, actors.c.role == "supervisor")
+        .order_by(actors.c.attempt.desc())
+        .limit(1)
+    ).one()
+    return Beat("leave" if leaves else "run", (attempt, serial))
+
+
+def _with_silence() -> Select[Any]:
+    return select(actors, (now_s() - actors.c.heartbeat_s).label("silent_s"))
+
+
+def _row(row: Row[Any]) -> ActorRow:
+    return ActorRow(
+        role=row.role,
+        slot=row.slot,
+        attempt=row.attempt,
+        state=row.state,
+        pid=row.pid,
+        machine=row.machine,
+        loaded_version=None if row.loaded_number is None else (row.loaded_lineage, row.loaded_number),
+        silent_s=row.silent_s,
+        message=row.message,
+        serial=row.serial,
+        work=row.work,
+        process_key=row.process_key,
+        machines=tuple(json.loads(row.machines)),
+        epoch=row.epoch,
+        assigned_by=row.assigned_by,
     )

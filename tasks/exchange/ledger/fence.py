@@ -1,4 +1,4 @@
-"""The check at the start of every actor's write: is this attempt still the current one?"""
+"""The check in every transaction of an actor, the supervisor included: is this attempt still the current one?"""
 
 from sqlalchemy import ColumnElement, Connection, Table, select
 
@@ -7,6 +7,9 @@ from tasks.exchange.ledger.rows import Actor, Fenced, RunRow, columns_of
 from tasks.exchange.ledger.schema import actors, runs
 
 ACTIVE = ("starting", "running")
+"""States of an actor whose process has registered and has not ended."""
+OPEN = ("assigned", *ACTIVE)
+"""States of an actor that has not ended: at most one attempt of a slot is in one of them."""
 
 
 def run_of(connection: Connection, run_id: str) -> RunRow:
@@ -46,19 +49,37 @@ def require_current(connection: Connection, actor: Actor) -> str:
         Fenced: another attempt has its place, or it was declared dead.
     """
     newest = newest_attempt(connection, actor.run_id, actor.role, actor.slot)
-    name = f"{actor.role} {actor.slot}, attempt {actor.attempt}, of run {actor.run_id}"
     if newest is None:
-        raise Fenced(f"{name} is not registered")
+        raise Fenced(f"{name_of(actor)} was never given out")
     attempt, state = newest
     if attempt != actor.attempt:
-        raise Fenced(f"{name} was replaced by attempt {attempt}")
+        raise Fenced(f"{name_of(actor)} was replaced by attempt {attempt}")
     if state == "fenced":
-        raise Fenced(f"{name} was declared dead")
+        raise Fenced(f"{name_of(actor)} was declared dead")
     return state
 
 
 def require_active(connection: Connection, actor: Actor) -> None:
-    """Like `require_current`, for writes that make no sense after the actor's own end."""
+    """Like `require_current`, for writes that make no sense before the actor's begin or after its own end."""
     state = require_current(connection, actor)
+    if state == "assigned":
+        raise Fenced(f"{name_of(actor)} has not registered")
     if state not in ACTIVE:
-        raise Fenced(f"{actor.role} {actor.slot}, attempt {actor.attempt}, of run {actor.run_id} has ended as {state}")
+        raise Fenced(f"{name_of(actor)} has ended as {state}")
+
+
+def require_supervisor(connection: Connection, supervisor: Actor) -> None:
+    """Check who decides about a run: its supervisor, as long as nobody has taken over.
+
+    Raises:
+        Fenced: this supervisor is no longer current.
+        ValueError: the actor is none.
+    """
+    if supervisor.role != "supervisor":
+        raise ValueError(f"{name_of(supervisor)} is no supervisor: it decides nothing about others")
+    require_active(connection, supervisor)
+
+
+def name_of(actor: Actor) -> str:
+    """The actor as messages name it."""
+    return f"{actor.role} {actor.slot}, attempt {actor.attempt}, of run {actor.run_id}"

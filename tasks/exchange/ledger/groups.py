@@ -35,7 +35,7 @@ from sqlalchemy import (
 from planners.errors import UserError
 from planners.staleness import choose_groups, may_lease
 from tasks.exchange.ledger.database import Database, now_s
-from tasks.exchange.ledger.fence import ACTIVE, require_active, rows_of, run_of
+from tasks.exchange.ledger.fence import OPEN, require_active, rows_of, run_of
 from tasks.exchange.ledger.rows import Actor, GroupRow, Lease, RunRow, columns_of
 from tasks.exchange.ledger.schema import (
     actors,
@@ -366,7 +366,7 @@ def drop_groups(connection: Connection, run_id: str, condition: ColumnElement[bo
 
 def _fence_trainers(connection: Connection, run_id: str, keep: Actor | None) -> None:
     """A trainer that only looked dead must not write its weights into the new lineage when it wakes up."""
-    trainers = and_(actors.c.run_id == run_id, actors.c.role == "trainer", actors.c.state.in_(ACTIVE))
+    trainers = and_(actors.c.run_id == run_id, actors.c.role == "trainer", actors.c.state.in_(OPEN))
     if keep is not None:
         trainers = and_(trainers, not_(and_(*rows_of(keep, actors))))
     connection.execute(update(actors).where(trainers).values(state="fenced"))

@@ -7,7 +7,7 @@ from typing import Any
 from sqlalchemy import Connection, Row, and_, delete, func, insert, or_, select, update
 
 from tasks.exchange.ledger.database import Database, now_s
-from tasks.exchange.ledger.fence import require_active, require_current, rows_of, run_of
+from tasks.exchange.ledger.fence import require_active, require_current, require_supervisor, rows_of, run_of
 from tasks.exchange.ledger.groups import last_totals, next_step
 from tasks.exchange.ledger.rows import Actor, Evaluation, EvaluationRow, Progress, SpanRow, StepRow, columns_of
 from tasks.exchange.ledger.schema import drops, evaluations, groups, is_open, spans, steps
@@ -20,13 +20,17 @@ SPAN_KINDS = ("busy", "wait", "publish", "load")
 class Reports(Database):
     """What the actors did, on the database's clock."""
 
-    def request_evaluation(self, run_id: str, purpose: str, version: int) -> None:
+    def request_evaluation(self, supervisor: Actor, purpose: str, version: int) -> None:
         """Ask for version number `version` to be evaluated; the same question again changes nothing.
 
         Another version for the same purpose replaces the question and its answer.
+
+        Raises:
+            Fenced: this supervisor is no longer current.
         """
+        run_id = supervisor.run_id
         with self.write(run_id) as connection:
-            run_of(connection, run_id)
+            require_supervisor(connection, supervisor)
             this = (evaluations.c.run_id == run_id, evaluations.c.purpose == purpose)
             if connection.scalar(select(evaluations.c.version).where(*this)) == version:
                 return

@@ -12,12 +12,24 @@ class Fenced(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Actor:
-    """Who writes. `role` is "trainer", "replica" or "supervisor"; only the newest attempt of a slot may write."""
+    """Who writes: an attempt that a supervisor has given out, or the supervisor's own.
+
+    `role` is "trainer", "replica" or "supervisor"; only the newest attempt of a slot may write.
+    """
 
     run_id: str
     role: str
     slot: int
     attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """Who registers: `key` tells this process from every other, see `machine.processes.process_key`."""
+
+    key: str
+    pid: int
+    machine: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,20 +68,48 @@ class MachineRow:
 
 @dataclass(frozen=True, slots=True)
 class ActorRow:
-    """An actor. `state` is starting, running, done, failed or fenced; `silent_s` the time since its last heartbeat.
+    """An actor. `state` is assigned, starting, running, done, failed or fenced.
 
-    `loaded_version` is the (lineage, number) that it said it has loaded.
+    Attributes:
+        pid: process that has registered; None before, as `machine` and `process_key`.
+        loaded_version: the (lineage, number) that it said it has loaded.
+        silent_s: seconds since its last beat on the database's clock: to be shown, not to decide by.
+        serial: grows with every beat; who waits for a beat looks whether it stands still.
+        work: work done, as the actor counts it (answers, steps, loads).
+        process_key: which process has registered, see `machine.processes.process_key`.
+        machines: those it was given to, the leading one first.
+        epoch: plan epoch that it works for; None for supervisors.
+        assigned_by: attempt of the supervisor that gave it out; None for supervisors.
     """
 
     role: str
     slot: int
     attempt: int
     state: str
-    pid: int
-    machine: str
+    pid: int | None
+    machine: str | None
     loaded_version: tuple[int, int] | None
     silent_s: float
     message: str
+    serial: int = 0
+    work: int = 0
+    process_key: str | None = None
+    machines: tuple[str, ...] = ()
+    epoch: int | None = None
+    assigned_by: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Beat:
+    """What the ledger answers to a beat.
+
+    Attributes:
+        wanted: "run", or "leave": a supervisor's run is to be cancelled, any other's is over.
+        supervisor: (attempt, serial) of the run's newest supervisor, which stands still where nobody supervises.
+    """
+
+    wanted: str
+    supervisor: tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,33 +1,41 @@
-"""The ledger's runs, plan epochs and machines."""
+"""The ledger's runs, their supervisors, plan epochs and machines."""
 
-from sqlalchemy import delete, func, insert, select, update
+from typing import Any
+
+from sqlalchemy import Connection, Row, delete, func, insert, select, update
 
 from planners.errors import UserError
 from planners.plan.run import RunPlan
+from tasks.exchange.ledger.actors import add_actor, end_slots
 from tasks.exchange.ledger.database import Database, now_s
-from tasks.exchange.ledger.fence import run_of
-from tasks.exchange.ledger.rows import MachineRow, PlanEpochRow, RunRow, columns_of
-from tasks.exchange.ledger.schema import cancellations, machines, plan_epochs, runs
+from tasks.exchange.ledger.fence import ACTIVE, require_supervisor, run_of
+from tasks.exchange.ledger.rows import Actor, MachineRow, PlanEpochRow, Process, RunRow, columns_of
+from tasks.exchange.ledger.schema import actors, cancellations, machines, plan_epochs, runs
 
-RUN_STATES = ("running", "completed", "failed", "cancelled")
+END_STATES = ("completed", "failed", "cancelled")
 
 
 class Runs(Database):
-    """What the run is and what was planned for it."""
+    """What the run is, what should become of it, and what was planned for it."""
 
-    def create_run(
+    def begin_run(
         self,
         run_id: str,
+        process: Process,
+        *,
         prompts_per_step: int,
         max_staleness: int,
         steps: int,
         max_attempts_per_prompt: int,
         flow_run_id: str | None = None,
-    ) -> None:
-        """Begin a run in lineage 0, or find it begun already.
+    ) -> Actor:
+        """Begin a run in lineage 0, supervised by `process`. Asking again for the same process gives the same answer.
+
+        Returns:
+            The run's supervisor.
 
         Raises:
-            UserError: a run of this id exists with other sizes.
+            UserError: a run of this id exists.
         """
         sizes = {
             "prompts_per_step": prompts_per_step,
@@ -35,18 +43,58 @@ class Runs(Database):
             "steps": steps,
             "max_attempts_per_prompt": max_attempts_per_prompt,
         }
+        supervisor = Actor(run_id, "supervisor", 0, 1)
         with self.write(run_id) as connection:
-            existing = connection.execute(select(runs).where(runs.c.run_id == run_id)).one_or_none()
-            if existing is None:
+            if connection.scalar(select(runs.c.run_id).where(runs.c.run_id == run_id)) is None:
                 values = {"run_id": run_id, "flow_run_id": flow_run_id, "state": "running", "lineage": 0, **sizes}
                 connection.execute(insert(runs).values(**values, created_s=now_s()))
-                return
-        for name, value in sizes.items():
-            recorded = existing._mapping[name]
-            if recorded != value:
-                raise UserError(
-                    f"The run {run_id} was begun with {name} {recorded}, not {value}: keep it, or begin another run."
-                )
+                _supervise(connection, supervisor, process)
+            elif (newest := _newest_supervisor(connection, run_id)).process_key != process.key:
+                raise UserError(f"The run {run_id} exists already, supervised by attempt {newest.attempt}: resume it.")
+        return supervisor
+
+    def take_over(
+        self, run_id: str, process: Process, flow_run_id: str | None, seen: tuple[int, int] | None = None
+    ) -> Actor:
+        """Supervise an unfinished run, under another Prefect flow run or a retry of its own; one transaction.
+
+        The former supervisor and all its actors are fenced, what they held is given out again, and the run is running.
+        A retry is the newer word: what was asked of its flow run before is forgotten. What was asked of another flow
+        run holds, since that may have been told to end before it came here. Asking again for the same process gives the
+        same answer.
+
+        Args:
+            run_id: the run.
+            process: who takes over.
+            flow_run_id: its Prefect flow run.
+            seen: (attempt, serial) of a supervisor at work that was found silent. A retry asks for none: Prefect starts
+                a flow run again when its process is gone.
+
+        Returns:
+            The run's supervisor.
+
+        Raises:
+            UserError: the run is unknown, complete, or being worked on.
+        """
+        with self.write(run_id) as connection:
+            run = run_of(connection, run_id)
+            former = _newest_supervisor(connection, run_id)
+            is_retry = run.flow_run_id == flow_run_id
+            is_active = former.state in ACTIVE
+            if is_active and is_retry and former.process_key == process.key:
+                return Actor(run_id, "supervisor", 0, former.attempt)
+            if run.state == "completed":
+                raise UserError(f"Run {run_id} is complete: there is nothing to resume. Start a new run instead.")
+            if is_active and not is_retry and (former.attempt, former.serial) != seen:
+                raise UserError(f"Run {run_id} is being worked on: cancel its flow run first.")
+            end_slots(connection, run_id)
+            if is_retry:
+                connection.execute(delete(cancellations).where(cancellations.c.flow_run_id == flow_run_id))
+            values = {"state": "running", "flow_run_id": flow_run_id}
+            connection.execute(update(runs).where(runs.c.run_id == run_id).values(**values))
+            supervisor = Actor(run_id, "supervisor", 0, former.attempt + 1)
+            _supervise(connection, supervisor, process)
+        return supervisor
 
     def find_run(self, *, run_id: str | None = None, flow_run_id: str | None = None) -> RunRow | None:
         """The run with this id or of this Prefect flow run, or None. Exactly one of the two is to be given."""
@@ -63,25 +111,36 @@ class Runs(Database):
             rows = connection.execute(select(*columns_of(RunRow, runs)).order_by(runs.c.created_s, runs.c.run_id))
             return [RunRow(*row) for row in rows]
 
-    def set_run_state(self, run_id: str, state: str) -> None:
-        """Say that the run is running, completed, failed or cancelled. Prompts are leased only while it is running."""
-        if state not in RUN_STATES:
-            raise ValueError(f"a run is {', '.join(RUN_STATES)}, not {state}")
-        with self.write(run_id) as connection:
-            run_of(connection, run_id)
-            connection.execute(update(runs).where(runs.c.run_id == run_id).values(state=state))
+    def close_run(self, supervisor: Actor, state: str) -> str:
+        """Say that the run is completed, failed or cancelled: its actors leave, and none joins. The first word counts.
 
-    def reopen_run(self, run_id: str, flow_run_id: str | None) -> None:
-        """Say that an unfinished run is running again, under another Prefect flow run or a retry of its own.
+        Returns:
+            The state that stands.
 
-        A retry is the newer word: what was asked of its flow run before is forgotten. What was asked of another flow
-        run holds, since that may have been told to end before it came here.
+        Raises:
+            Fenced: this supervisor is no longer current.
+        """
+        with self.write(supervisor.run_id) as connection:
+            require_supervisor(connection, supervisor)
+            if run_of(connection, supervisor.run_id).state == "running":
+                _close(connection, supervisor.run_id, state)
+                waiting = (actors.c.run_id == supervisor.run_id, actors.c.state == "assigned")
+                connection.execute(update(actors).where(*waiting).values(state="fenced"))
+            return run_of(connection, supervisor.run_id).state
+
+    def settle_run(self, run_id: str, flow_run_id: str, state: str) -> bool:
+        """Close a run whose flow run is gone, and fence all its actors; safe to repeat.
+
+        Returns:
+            False where there is nothing to settle: the run has ended otherwise, or another flow run has taken it over.
         """
         with self.write(run_id) as connection:
-            if run_of(connection, run_id).flow_run_id == flow_run_id:
-                connection.execute(delete(cancellations).where(cancellations.c.flow_run_id == flow_run_id))
-            values = {"state": "running", "flow_run_id": flow_run_id}
-            connection.execute(update(runs).where(runs.c.run_id == run_id).values(**values))
+            run = run_of(connection, run_id)
+            if run.flow_run_id != flow_run_id or run.state not in ("running", state):
+                return False
+            _close(connection, run_id, state)
+            end_slots(connection, run_id)
+        return True
 
     def ask_to_cancel(self, flow_run_id: str) -> None:
         """Ask for the end of the run that this Prefect flow run works on; repeatable.
@@ -94,28 +153,31 @@ class Runs(Database):
             if connection.scalar(select(cancellations.c.flow_run_id).where(asked)) is None:
                 connection.execute(insert(cancellations).values(flow_run_id=flow_run_id, asked_s=now_s()))
 
-    def is_to_cancel(self, flow_run_id: str) -> bool:
-        """Whether this Prefect flow run was asked to end its run."""
-        asked = cancellations.c.flow_run_id == flow_run_id
-        with self.read() as connection:
-            return connection.scalar(select(cancellations.c.flow_run_id).where(asked)) is not None
+    def set_mlflow_run(self, supervisor: Actor, mlflow_run_id: str) -> None:
+        """Name the MLflow run that tracks this run.
 
-    def set_mlflow_run(self, run_id: str, mlflow_run_id: str) -> None:
-        """Name the MLflow run that tracks this run."""
-        with self.write(run_id) as connection:
-            run_of(connection, run_id)
-            connection.execute(update(runs).where(runs.c.run_id == run_id).values(mlflow_run_id=mlflow_run_id))
+        Raises:
+            Fenced: this supervisor is no longer current.
+        """
+        with self.write(supervisor.run_id) as connection:
+            require_supervisor(connection, supervisor)
+            this = runs.c.run_id == supervisor.run_id
+            connection.execute(update(runs).where(this).values(mlflow_run_id=mlflow_run_id))
 
     def mlflow_run(self, run_id: str) -> str | None:
         """The MLflow run that tracks this run; None while there is none."""
         with self.read() as connection:
             return run_of(connection, run_id).mlflow_run_id
 
-    def add_plan_epoch(self, run_id: str, plan: RunPlan) -> int:
-        """Put a plan in force and return its epoch (0-based); the plan that is in force already keeps its epoch."""
-        plan_json = plan.model_dump_json()
+    def add_plan_epoch(self, supervisor: Actor, plan: RunPlan) -> int:
+        """Put a plan in force and return its epoch (0-based); the plan that is in force already keeps its epoch.
+
+        Raises:
+            Fenced: this supervisor is no longer current.
+        """
+        plan_json, run_id = plan.model_dump_json(), supervisor.run_id
         with self.write(run_id) as connection:
-            run_of(connection, run_id)
+            require_supervisor(connection, supervisor)
             newest = connection.execute(
                 select(plan_epochs.c.epoch, plan_epochs.c.plan_json)
                 .where(plan_epochs.c.run_id == run_id)
@@ -161,3 +223,23 @@ class Runs(Database):
         query = select(machines.c.name, machines.c.description_json, (now_s() - machines.c.seen_s).label("silent_s"))
         with self.read() as connection:
             return [MachineRow(*row) for row in connection.execute(query.order_by(machines.c.name))]
+
+
+def _close(connection: Connection, run_id: str, state: str) -> None:
+    if state not in END_STATES:
+        raise ValueError(f"a run ends as {', '.join(END_STATES)}, not {state}")
+    connection.execute(update(runs).where(runs.c.run_id == run_id).values(state=state))
+
+
+def _supervise(connection: Connection, supervisor: Actor, process: Process) -> None:
+    values = {"state": "starting", "process_key": process.key, "pid": process.pid, "machine": process.machine}
+    add_actor(connection, supervisor, serial=1, **values)
+
+
+def _newest_supervisor(connection: Connection, run_id: str) -> Row[Any]:
+    return connection.execute(
+        select(actors)
+        .where(actors.c.run_id == run_id, actors.c.role == "supervisor")
+        .order_by(actors.c.attempt.desc())
+        .limit(1)
+    ).one()

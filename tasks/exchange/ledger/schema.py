@@ -4,6 +4,7 @@
 - a prompt has at most one group that is not dropped (`one_group_per_prompt`), so no prompt is trained on twice;
 - a place in a step's batch holds one group (`one_group_per_place`);
 - an attempt has at most one open lease under a key of its own (`open_groups`), so a lease asked for again is the same;
+- a slot has at most one attempt that has not ended (`one_actor_per_slot`);
 - a policy version is (lineage, number) for ever.
 
 And their indexes make every transition search only what is open, live or new, however much the run has behind it.
@@ -106,13 +107,33 @@ actors = Table(
     _run_key(),
     *_actor_keys(primary=True),
     Column("state", String, nullable=False),
-    Column("pid", Integer, nullable=False),
-    Column("machine", String, nullable=False),
+    Column("assigned_by", Integer),
+    Column("epoch", Integer),
+    Column("machines", Text, nullable=False),
+    Column("process_key", String),
+    Column("pid", Integer),
+    Column("machine", String),
     Column("message", Text, nullable=False),
+    Column("serial", BigInteger, nullable=False),
+    Column("work", BigInteger, nullable=False),
     Column("loaded_lineage", Integer),
     Column("loaded_number", Integer),
-    Column("registered_s", Float, nullable=False),
     Column("heartbeat_s", Float, nullable=False),
+    CheckConstraint(
+        "state IN ('assigned', 'starting', 'running', 'done', 'failed', 'fenced')",
+        name="actor_state",
+    ),
+    CheckConstraint("(role = 'supervisor') = (assigned_by IS NULL)", name="supervisors_assign"),
+)
+_open = actors.c.state.in_(("assigned", "starting", "running"))
+Index(
+    "one_actor_per_slot",
+    actors.c.run_id,
+    actors.c.role,
+    actors.c.slot,
+    unique=True,
+    sqlite_where=_open,
+    postgresql_where=_open,
 )
 
 policy_versions = Table(

@@ -138,9 +138,11 @@ def test_each_command_and_flow_looks_at_its_machine_once_and_makes_it_ready_once
         monkeypatch.setattr(module, "make_ready", ready)
     monkeypatch.setattr(running, "ready_and_measured", lambda *_: {})
     monkeypatch.setattr(running, "choose_plan", choose)
+    monkeypatch.setattr(running, "name_flow_run", lambda run: None)
+    monkeypatch.setattr(running, "open_tracker", lambda run: Noted())
     monkeypatch.setattr(running, "show_tracking", lambda tracker: None)
     with pytest.raises(Chosen):
-        running.carry_out(open_run(Experiment(), None, None), Noted())
+        running.carry_out(open_run(Experiment(), None, None), running.Work())
     assert looks == ["discover"]
 
     looks.clear()

@@ -33,6 +33,7 @@ from tasks.exchange.ledger import Ledger
 from tasks.exchange.ledger.schema import SCHEMA_VERSION, plan_epochs, schema_info
 from tasks.machine.devices import hold_devices
 from tests.support.api import FULL, FakeApi, a_state
+from tests.support.ledger import begin
 from tests.support.places import DEPLOYMENTS, REPOSITORY
 from tests.support.plan import gpu_plan
 
@@ -99,8 +100,7 @@ def test_how_to_continue_a_cancelled_run_is_said_once(
 ) -> None:
     out = io.StringIO()
     ledger = Ledger(settings.shared.ledger_url)
-    sizes = {"prompts_per_step": 4, "max_staleness": 2, "steps": 4, "max_attempts_per_prompt": 3}
-    ledger.create_run("tiny-1", flow_run_id="flow-1", **sizes)
+    begin(ledger, "tiny-1", (4, 2, 4), flow_run_id="flow-1")
     state = {"type": "CANCELLED", "name": "Cancelled", "message": message}
     monkeypatch.setattr(api.PrefectApi, "create_flow_run", lambda *_: "flow-1")
     monkeypatch.setattr(follow.Follower, "follow", lambda _: state)
@@ -224,7 +224,7 @@ def test_busy_devices_are_told_before_anything_starts(
 def test_an_older_ledger_is_told_before_anything_starts(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
     """Version 1 kept another kind of plan, and checkpoints under names without a lineage."""
     ledger = Ledger(settings.shared.ledger_url)
-    ledger.create_run("tiny-1", prompts_per_step=4, max_staleness=2, steps=4, max_attempts_per_prompt=3)
+    begin(ledger, "tiny-1", (4, 2, 4))
     with ledger.write("schema") as connection:
         older = {"run_id": "tiny-1", "epoch": 0, "plan_json": '{"training": {}, "replicas": []}', "created_s": 0.0}
         connection.execute(insert(plan_epochs).values(**older))
@@ -325,7 +325,7 @@ def test_runs_are_listed_with_their_results(settings: Settings) -> None:
     out = io.StringIO()
     show_runs(settings, Console(file=out, width=160))
     assert "No run yet" in out.getvalue()
-    ledger.create_run("tiny-1", prompts_per_step=4, max_staleness=2, steps=4, max_attempts_per_prompt=3)
+    begin(ledger, "tiny-1", (4, 2, 4))
     (settings.shared.runs / "tiny-1").mkdir(parents=True)
     (settings.shared.runs / "tiny-1" / "summary.json").write_text(
         '{"eval_before": 0.06, "eval_after": 0.7, "tokens_per_s": 39}'
@@ -337,8 +337,8 @@ def test_runs_are_listed_with_their_results(settings: Settings) -> None:
 def test_a_completed_run_without_its_summary_is_not_all_there_yet(settings: Settings) -> None:
     """A run that was resumed has the summary of its first part already."""
     ledger = Ledger(settings.shared.ledger_url)
-    ledger.create_run("tiny-1", prompts_per_step=4, max_staleness=2, steps=4, max_attempts_per_prompt=3)
-    ledger.set_run_state("tiny-1", "completed")
+    supervisor = begin(ledger, "tiny-1", (4, 2, 4))
+    ledger.close_run(supervisor, "completed")
     (run,) = ledger.list_runs()
     for summary in ({}, {"status": "cancelled"}):
         assert run_row(ledger, run, summary)[1] == "completed, its report follows"
@@ -350,9 +350,9 @@ def test_status_tells_machines_and_the_plan_in_force(settings: Settings) -> None
     ledger = Ledger(settings.shared.ledger_url)
     device = Device(index=0, device_type="fast", kind="cpu", memory_bytes=1)
     ledger.announce_machine("here", Machine(name="here", devices=(device,)).model_dump_json())
-    ledger.create_run("tiny-1", prompts_per_step=4, max_staleness=2, steps=4, max_attempts_per_prompt=3)
+    supervisor = begin(ledger, "tiny-1", (4, 2, 4))
     for step_s in (9.0, 2.5):
-        ledger.add_plan_epoch("tiny-1", plan.model_copy(update={"step_s": step_s}))
+        ledger.add_plan_epoch(supervisor, plan.model_copy(update={"step_s": step_s}))
     out = io.StringIO()
     show_running(settings, Console(file=out, width=160))
     assert "machine here: 1 × fast; a flow looked 0 s ago" in out.getvalue()

@@ -23,6 +23,7 @@ from tasks.exchange.ledger import Ledger
 from tasks.machine.discovery import discover_machine
 from tasks.machine.processes import ProcessGroup, end_sessions
 from tasks.tracking import tracker as tracking
+from tests.support.ledger import begin, join
 from tests.support.places import settings_of
 from tests.support.stack import runs, until
 
@@ -226,12 +227,11 @@ def test_a_run_that_is_settled_keeps_no_actor_at_work(
     ended: list[tuple[object, ...]] = []
     monkeypatch.setattr(tracking, "end_run", lambda *arguments: ended.append(arguments))
     ledger = Ledger(settings.shared.ledger_url)
-    sizes = {"prompts_per_step": 1, "max_staleness": 1, "steps": 1, "max_attempts_per_prompt": 1}
     for run_id in ("gone", "other"):
-        ledger.create_run(run_id, flow_run_id=f"flow-{run_id}", **sizes)
-        for role in ("supervisor", "trainer", "replica"):
-            ledger.heartbeat(ledger.register(run_id, role, 0, pid=1, machine="here"))
-        ledger.set_mlflow_run(run_id, f"mlflow-{run_id}")
+        supervisor = begin(ledger, run_id, flow_run_id=f"flow-{run_id}")
+        for actor in (supervisor, *(join(ledger, role, run_id=run_id) for role in ("trainer", "replica"))):
+            ledger.heartbeat(actor)
+        ledger.set_mlflow_run(supervisor, f"mlflow-{run_id}")
     stack._settle_runs(settings, "http://mlflow", {"flow-gone"}, is_cancelled)
     states = {
         run.run_id: (run.state, {actor.state for actor in ledger.actors(run.run_id)}) for run in ledger.list_runs()

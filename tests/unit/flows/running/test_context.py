@@ -1,22 +1,27 @@
 """Opening a run: new, taken up again by the same flow run, resumed after a crash, refused where somebody is at work."""
 
+import subprocess
+from functools import partial
 from pathlib import Path
 
 import pytest
+from sqlalchemy import update
 
-from flows.running.context import open_run, require_unsupervised
+from flows.running import context
+from flows.running.context import SUPERVISOR_SILENCE_S, open_run, require_unsupervised
 from planners.errors import UserError
 from tasks import readiness
 from tasks.config.experiment import Experiment
 from tasks.config.files import parse_experiment
 from tasks.config.settings import Settings
 from tasks.exchange.files import write_json
-from tasks.exchange.ledger import Fenced, Ledger
-from tasks.exchange.ledger.rows import ActorRow
+from tasks.exchange.ledger import Fenced, Ledger, Process
+from tasks.exchange.ledger.schema import actors
 from tasks.machine.devices import hold_devices
 from tasks.machine.discovery import discover_machine
+from tasks.machine.processes import process_key
 from tasks.training.checkpoints import WrittenBy
-from tests.support.ledger import lease, score, take
+from tests.support.ledger import a_process, join, lease, score, take
 
 
 @pytest.fixture
@@ -32,34 +37,59 @@ def test_a_new_run_is_written_down_before_anything_starts(settings: Settings, ex
     assert run.resume_step is None
 
 
-def test_a_run_with_a_live_supervisor_is_not_resumed(settings: Settings, experiment: Experiment) -> None:
+@pytest.fixture(autouse=True)
+def _every_opening_is_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(context, "this_process", lambda machine: a_process(machine=machine))
+
+
+def test_a_run_with_a_live_supervisor_is_not_resumed(
+    settings: Settings, experiment: Experiment, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = open_run(experiment, None, "flow-1")
+    beating = partial(require_unsupervised, pause=lambda seconds: run.ledger.heartbeat(run.supervisor))
+    monkeypatch.setattr(context, "require_unsupervised", beating)
     with pytest.raises(UserError, match="is being worked on"):
         open_run(experiment, run.run_id, "flow-2")
+    run.ledger.heartbeat(run.supervisor)
 
 
-class Supervised(Ledger):
-    """A ledger with a supervisor that has been silent for so long."""
+def test_a_supervisor_that_stays_silent_for_long_enough_is_replaced(settings: Settings, experiment: Experiment) -> None:
+    """However old its last beat is on any clock: silence is what is seen."""
+    run, clock = open_run(experiment, None, "flow-1"), Clock()
+    with run.ledger.write(run.run_id) as connection:
+        connection.execute(update(actors).values(heartbeat_s=0.0))
+    assert require_unsupervised(run.run_id, run.ledger, clock.pause, clock) == (1, 1)
+    assert SUPERVISOR_SILENCE_S <= clock.now_s < SUPERVISOR_SILENCE_S + 2.0
 
-    def __init__(self, silent_s: float) -> None:
-        self._row = ActorRow("supervisor", 0, 1, "running", 1, "here", None, silent_s, "")
 
-    def actors(self, run_id: str) -> list[ActorRow]:
-        return [self._row]
+def test_a_supervisor_whose_process_is_gone_is_not_waited_for(settings: Settings, experiment: Experiment) -> None:
+    dead = subprocess.Popen(["sleep", "60"])
+    process = Process(process_key(dead.pid), dead.pid, "here")
+    ledger = Ledger(settings.shared.ledger_url)
+    ledger.begin_run("dead", process, prompts_per_step=1, max_staleness=0, steps=1, max_attempts_per_prompt=1)
+    clock = Clock()
+    dead.kill()
+    dead.wait()
+    assert require_unsupervised("dead", ledger, clock.pause, clock) == (1, 1)
+    assert clock.now_s == 0.0
 
 
-def test_a_refused_resume_says_when_it_can_be_done(settings: Settings, experiment: Experiment) -> None:
-    run = open_run(experiment, None, "flow-1")
-    row = run.ledger.find_run(run_id=run.run_id)
-    assert row is not None
-    with pytest.raises(UserError, match=r"last heard of 14 s ago: .* try again in 6 s\.$"):
-        require_unsupervised(row, Supervised(14.2))
-    require_unsupervised(row, Supervised(20.0))
+class Clock:
+    """Time that passes only while somebody pauses."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+    def pause(self, seconds: float) -> None:
+        self.now_s += seconds
 
 
 def test_a_resume_fences_what_the_dead_attempt_left(settings: Settings, experiment: Experiment) -> None:
     run = open_run(experiment, None, "flow-1")
-    orphan = run.ledger.register(run.run_id, "replica", 1, pid=1, machine="here")
+    orphan = join(run.ledger, "replica", 1, run.run_id)
     run.ledger.heartbeat(orphan)
     assert run.ledger.lease_group(orphan, 0, "lease") is not None
     assert run.ledger.claim_evaluation(orphan, 0) is not None
@@ -80,7 +110,7 @@ def test_a_refused_resume_leaves_everything_as_it_is(
     """Also one from the Prefect page, where no command has looked at the devices before."""
     monkeypatch.setattr(readiness, "LEAVING_S", 0.0)
     run = open_run(experiment, None, "flow-1")
-    replica = run.ledger.register(run.run_id, "replica", 0, pid=1, machine="here")
+    replica = join(run.ledger, "replica", 0, run.run_id)
     run.ledger.finish(run.supervisor, "failed")
     before = run.ledger.find_run(run_id=run.run_id), run.ledger.actors(run.run_id)[0].attempt
     device = discover_machine().devices[0]
@@ -101,8 +131,8 @@ def test_a_resume_asks_for_the_ranks_and_the_stage_that_wrote_its_checkpoint(
     """Of the newest checkpoint that counts: the ledger knows nothing of the second."""
     run = open_run(experiment, None, "flow-1")
     assert run.written_by is None
-    trainer = run.ledger.register(run.run_id, "trainer", 0, pid=1, machine="here")
-    replica = run.ledger.register(run.run_id, "replica", 0, pid=1, machine="here")
+    trainer = join(run.ledger, "trainer", 0, run.run_id)
+    replica = join(run.ledger, "replica", 0, run.run_id)
     for _ in range(2):
         score(run.ledger, replica, lease(run.ledger, replica))
     take(run.ledger, trainer, 0)
@@ -128,8 +158,8 @@ def test_runs_that_cannot_be_resumed(settings: Settings, experiment: Experiment)
     with pytest.raises(UserError, match="There is no run absent to resume"):
         open_run(experiment, "absent", "flow-1")
     run = open_run(experiment, None, "flow-2")
+    run.ledger.close_run(run.supervisor, "completed")
     run.ledger.finish(run.supervisor, "done")
-    run.ledger.set_run_state(run.run_id, "completed")
     with pytest.raises(UserError, match="is complete"):
         open_run(experiment, run.run_id, "flow-3")
 

@@ -21,9 +21,9 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect.states import Cancelled, Cancelling, Running
 from sqlalchemy.exc import OperationalError
 
-from flows.running import ending as cancellation
+from flows.running import ending
 from flows.running.context import RunContext, open_run
-from flows.running.ending import CancellationWatch, ignore_further_signals, read_state
+from flows.running.ending import only_hurry, read_state, supervised
 from tasks.config.experiment import Experiment
 from tasks.config.settings import Settings
 
@@ -60,8 +60,7 @@ def _as_in_a_flow_run(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     def terminate(number: int, frame: object) -> None:
         raise TerminationSignal(signal=number)
 
-    monkeypatch.setattr(cancellation, "_LEDGER_POLL_S", 0.01)
-    monkeypatch.setattr(cancellation, "_SERVER_POLL_S", 0.01)
+    monkeypatch.setattr(ending, "_SERVER_POLL_S", 0.01)
     before = signal.signal(signal.SIGTERM, terminate)
     yield
     signal.signal(signal.SIGTERM, before)
@@ -70,15 +69,20 @@ def _as_in_a_flow_run(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def work(run: RunContext, server: FakeServer, until: Callable[[], bool]) -> None:
     """The flow's body: goes on until `until`, unless it is ended."""
     give_up = time.monotonic() + 30
-    with CancellationWatch(run, FLOW_RUN, server.read):
+    with supervised(run, FLOW_RUN, server.read, interval_s=0.01):
         while not until():
             assert time.monotonic() < give_up, "the flow was neither ended nor done"
             time.sleep(0.01)
 
 
+def taken_up_again() -> RunContext:
+    """The run, after its flow run was started once more."""
+    return open_run(Experiment(), None, FLOW_RUN)
+
+
 def test_a_server_that_answers_every_other_time_is_believed(run: RunContext) -> None:
     asked: list[Said] = [Cancelling(), AWAY]
-    said = [Running(), *asked * (1 + cancellation._WORKER_GRACE_POLLS), Running()]
+    said = [Running(), *asked * (1 + ending._WORKER_GRACE_POLLS), Running()]
     with pytest.raises(TerminationSignal):
         work(run, FakeServer(*said), until=lambda: False)
 
@@ -88,14 +92,14 @@ def test_a_run_whose_worker_does_not_act_is_ended(run: RunContext, state: State[
     server = FakeServer(Running(), state)
     with pytest.raises(TerminationSignal):
         work(run, server, until=lambda: False)
-    assert server.asked == 1 + 1 + cancellation._WORKER_GRACE_POLLS, "the worker was not given its time"
+    assert server.asked == 1 + 1 + ending._WORKER_GRACE_POLLS, "the worker was not given its time"
 
 
 def test_while_the_server_is_away_the_run_goes_on_and_is_ended_when_it_is_back(run: RunContext) -> None:
     away = FakeServer(Running(), AWAY)
     work(run, away, until=lambda: away.asked > 20)
     with pytest.raises(TerminationSignal):
-        work(run, FakeServer(Cancelling(), *[AWAY] * 20, Cancelling()), until=lambda: False)
+        work(taken_up_again(), FakeServer(Cancelling(), *[AWAY] * 20, Cancelling()), until=lambda: False)
 
 
 def test_a_run_that_is_not_cancelled_goes_on(run: RunContext) -> None:
@@ -105,10 +109,10 @@ def test_a_run_that_is_not_cancelled_goes_on(run: RunContext) -> None:
 
 def test_a_run_that_is_over_is_left_to_end(run: RunContext) -> None:
     """The worker did act, and the run is leaving: a second signal would interrupt that."""
-    run.ledger.set_run_state(run.run_id, "cancelled")
+    run.ledger.close_run(run.supervisor, "cancelled")
     server = FakeServer(Cancelling())
-    work(run, server, until=lambda: not any(thread.name == "cancellation-watch" for thread in threading.enumerate()))
-    assert server.asked == 1 + cancellation._WORKER_GRACE_POLLS
+    work(run, server, until=lambda: not any(thread.name == "server-watch" for thread in threading.enumerate()))
+    assert server.asked == 1 + ending._WORKER_GRACE_POLLS
 
 
 def test_what_the_ledger_was_asked_for_needs_neither_server_nor_worker(run: RunContext) -> None:
@@ -117,6 +121,7 @@ def test_what_the_ledger_was_asked_for_needs_neither_server_nor_worker(run: RunC
     for other in ("some other flow run", str(uuid4())):
         run.ledger.ask_to_cancel(other)
     work(run, server, until=lambda: server.asked > 10)
+    run = taken_up_again()
     for _ in range(2):
         run.ledger.ask_to_cancel(FLOW_RUN)
     with pytest.raises(TerminationSignal):
@@ -125,26 +130,29 @@ def test_what_the_ledger_was_asked_for_needs_neither_server_nor_worker(run: RunC
 
 def test_a_request_outlasts_a_ledger_that_fails(run: RunContext, monkeypatch: pytest.MonkeyPatch) -> None:
     failures = iter([OperationalError("", {}, Exception("database is locked"))] * 3)
-    find_run = run.ledger.find_run
+    heartbeat = run.ledger.heartbeat
 
-    def fail_at_first(**wanted: Any) -> Any:
+    def fail_at_first(*said: Any) -> Any:
         if error := next(failures, None):
             raise error
-        return find_run(**wanted)
+        return heartbeat(*said)
 
     run.ledger.ask_to_cancel(FLOW_RUN)
-    monkeypatch.setattr(run.ledger, "find_run", fail_at_first)
+    monkeypatch.setattr(run.ledger, "heartbeat", fail_at_first)
     with pytest.raises(TerminationSignal):
         work(run, FakeServer(AWAY), until=lambda: False)
     assert next(failures, None) is None
 
 
 def test_a_run_that_leaves_hears_no_second_signal() -> None:
-    """The watch, the worker and `hexflow down` may each send one."""
+    """The ledger's beat, the worker and `hexflow down` may each send one."""
     with pytest.raises(TerminationSignal):
         os.kill(os.getpid(), signal.SIGTERM)
-    ignore_further_signals()
+    hurry = threading.Event()
+    only_hurry(hurry)
+    assert not hurry.is_set()
     os.kill(os.getpid(), signal.SIGTERM)
+    assert hurry.is_set()
     inherits = [sys.executable, "-c", "import signal; print(signal.getsignal(signal.SIGTERM) == signal.SIG_DFL)"]
     assert subprocess.check_output(inherits, text=True) == "True\n"
 

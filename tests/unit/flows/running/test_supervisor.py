@@ -5,8 +5,8 @@ import json
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -17,10 +17,8 @@ import pytest
 from prefect import State
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.objects import WorkerStatus
-from prefect.exceptions import TerminationSignal
 from sqlalchemy.exc import OperationalError
 
-from flows import rl as running
 from flows.rollout import rollout
 from flows.running import supervisor as supervising
 from flows.running.context import RunContext, open_run
@@ -33,15 +31,13 @@ from tasks.config.experiment import Experiment
 from tasks.config.files import parse_experiment
 from tasks.config.settings import Settings
 from tasks.exchange.layout import RunDirectory
-from tasks.exchange.ledger import Actor, Ledger
-from tasks.machine.processes import ProcessGroup, group_alive
-from tasks.tracking.tracker import Tracker
+from tasks.exchange.ledger import Actor, ActorRow, Fenced, Ledger, Process
+from tasks.machine.processes import ProcessGroup, group_alive, process_key
+from tests.support.ledger import a_process, assign, begin
 from tests.support.places import settings_of
 from tests.support.plan import run_plan
 
 RUN = "run"
-NOBODY = 2**31 - 1
-"""A pid that no process has."""
 
 
 class FakeLauncher:
@@ -57,18 +53,19 @@ class FakeLauncher:
         self.is_away = False
         self.pids: dict[str, int] = {}
 
-    def start(self, share: MachineShare, resume_step: int | None) -> str:
-        flow, role = ("rollout", "replica") if isinstance(share, ReplicaPlan) else ("train", "trainer")
+    def start(self, actor: Actor, share: MachineShare, resume_step: int | None) -> str:
+        flow = "rollout" if isinstance(share, ReplicaPlan) else "train"
         self.started.append((flow, resume_step))
         flow_run_id = f"{flow}-{len(self.started)}"
         if self.joins:
-            actor = self.ledger.register(RUN, role, 0, self._pid(flow_run_id), "here")
+            self.ledger.register(actor, self._process(flow_run_id))
             self.ledger.heartbeat(actor, "running")
             self.actors[flow_run_id] = actor
         return flow_run_id
 
-    def _pid(self, flow_run_id: str) -> int:
-        return self.pids.get(flow_run_id, NOBODY)
+    def _process(self, flow_run_id: str) -> Process:
+        pid = self.pids.get(flow_run_id)
+        return Process(process_key(pid), pid, "here") if pid else a_process()
 
     def cancel(self, flow_run_id: str) -> None:
         self.cancelled.append(flow_run_id)
@@ -94,12 +91,15 @@ def make(tmp_path: Path, **run: object) -> tuple[RunContext, FakeLauncher]:
         {"workload": {"prompts_per_step": 1}, "run": {"steps": 1, "restarts": 1, **run}}, "test"
     )
     ledger = Ledger(settings.shared.ledger_url)
-    ledger.create_run(RUN, prompts_per_step=1, max_staleness=1, steps=1, max_attempts_per_prompt=2)
-    ledger.request_evaluation(RUN, "before", 0)
+    supervisor = begin(ledger, RUN, (1, 1, 1), flow_run_id="flow-1")
+    ledger.request_evaluation(supervisor, "before", 0)
     directory = RunDirectory(tmp_path)
     directory.create()
-    actor = ledger.register(RUN, "supervisor", 0, pid=NOBODY, machine="here")
-    return RunContext(RUN, experiment, directory, ledger, settings, actor, None, None, HERE), FakeLauncher(ledger)
+    process = a_process()
+    return (
+        RunContext(RUN, experiment, directory, ledger, settings, supervisor, process, None, None, HERE),
+        FakeLauncher(ledger),
+    )
 
 
 def finish_run(launcher: FakeLauncher) -> None:
@@ -131,7 +131,7 @@ def test_a_run_ends_when_trained_and_evaluated(tmp_path: Path) -> None:
         seen.append(1)
         finish_run(launcher)
 
-    Supervisor(run, PLAN, launcher, on_progress).run()
+    Supervisor(run, 0, PLAN, launcher, on_progress).run()
     assert [role for role, _ in launcher.started] == ["train", "rollout"]
     assert seen
 
@@ -148,7 +148,7 @@ def test_a_dead_replica_is_started_again(tmp_path: Path) -> None:
         if looks >= 3:
             finish_run(launcher)
 
-    Supervisor(run, PLAN, launcher, on_progress).run()
+    Supervisor(run, 0, PLAN, launcher, on_progress).run()
     assert launcher.started == [("train", None), ("rollout", None), ("rollout", None)]
 
 
@@ -165,7 +165,7 @@ def test_a_dead_trainer_goes_on_from_its_checkpoint_in_a_new_lineage(tmp_path: P
     run.ledger.resume_from(RUN, 0)
     before = run.ledger.find_run(run_id=RUN)
     with pytest.raises(RunFailed, match="No step"):
-        Supervisor(run, PLAN, launcher, on_progress).run()
+        Supervisor(run, 0, PLAN, launcher, on_progress).run()
     after = run.ledger.find_run(run_id=RUN)
     assert launcher.started[-1] == ("train", 0)
     assert before is not None
@@ -185,14 +185,18 @@ def test_a_replica_that_left_before_the_end_is_started_again(tmp_path: Path) -> 
         if looks >= 3:
             finish_run(launcher)
 
-    Supervisor(run, PLAN, launcher, on_progress).run()
+    Supervisor(run, 0, PLAN, launcher, on_progress).run()
     assert [role for role, _ in launcher.started] == ["train", "rollout", "rollout"]
 
 
 def test_a_run_that_is_ended_elsewhere_is_not_kept_alive(tmp_path: Path) -> None:
     run, launcher = make(tmp_path)
-    with pytest.raises(RunFailed, match="ended elsewhere"):
-        Supervisor(run, PLAN, launcher, lambda progress: launcher.ledger.set_run_state(RUN, "cancelled")).run()
+
+    def settle(progress: object) -> None:
+        assert run.ledger.settle_run(RUN, "flow-1", "cancelled")
+
+    with pytest.raises(Fenced, match="declared dead"):
+        Supervisor(run, 0, PLAN, launcher, settle).run()
     assert len(launcher.started) == 2
 
 
@@ -203,7 +207,7 @@ def test_the_restart_budget_ends(tmp_path: Path) -> None:
         launcher.ended.add(f"rollout-{len(launcher.started)}")
 
     with pytest.raises(RunFailed, match=r"budget run\.restarts is spent"):
-        Supervisor(run, PLAN, launcher, on_progress).run()
+        Supervisor(run, 0, PLAN, launcher, on_progress).run()
 
 
 def test_what_never_worked_is_not_tried_again(tmp_path: Path) -> None:
@@ -214,7 +218,7 @@ def test_what_never_worked_is_not_tried_again(tmp_path: Path) -> None:
         launcher.ledger.finish(launcher.actors["rollout-2"], "failed", "not enough memory: 2 GiB short")
 
     with pytest.raises(RunFailed, match="could not start: not enough memory"):
-        Supervisor(run, PLAN, launcher, on_progress).run()
+        Supervisor(run, 0, PLAN, launcher, on_progress).run()
     assert len(launcher.started) == 2
 
 
@@ -226,20 +230,20 @@ def test_a_flow_run_that_ends_before_joining_is_noticed(tmp_path: Path) -> None:
         launcher.ended.add("train-1")
 
     with pytest.raises(RunFailed, match="ended before it joined"):
-        Supervisor(run, PLAN, launcher, on_progress).run()
+        Supervisor(run, 0, PLAN, launcher, on_progress).run()
 
 
 def test_a_stall_names_the_actors(tmp_path: Path) -> None:
     run, launcher = make(tmp_path, step_deadline_s=0.1, start_deadline_s=0.1)
     with pytest.raises(RunFailed, match=r"No step was finished.*replica 0 running.*trainer 0 running"):
-        Supervisor(run, PLAN, launcher, lambda progress: None).run()
+        Supervisor(run, 0, PLAN, launcher, lambda progress: None).run()
 
 
 def test_children_that_do_not_leave_are_cancelled(tmp_path: Path) -> None:
     run, launcher = make(tmp_path)
-    supervisor = Supervisor(run, PLAN, launcher, lambda progress: finish_run(launcher))
+    supervisor = Supervisor(run, 0, PLAN, launcher, lambda progress: finish_run(launcher))
     supervisor.run()
-    supervisor.end_children(patience_s=0.1, deadline_s=5.0)
+    supervisor.end_children(0.1, 5.0, threading.Event())
     assert launcher.cancelled == ["train-1", "rollout-2"]
 
 
@@ -265,19 +269,19 @@ def test_a_dead_actor_is_ended_although_its_cancellation_is_lost(tmp_path: Path,
         if "rollout-3" in launcher.actors:
             finish_run(launcher)
 
-    supervisor = Supervisor(run, PLAN, launcher, on_progress)
+    supervisor = Supervisor(run, 0, PLAN, launcher, on_progress)
     supervisor.run()
     assert not group_alive(hung.pid)
     launcher.ended |= set(launcher.actors) - {"rollout-2"}
     launcher.cancelled.clear()
-    supervisor.end_children(patience_s=0.0, deadline_s=0.1)
+    supervisor.end_children(0.0, 0.1, threading.Event())
     assert set(launcher.cancelled) == {"rollout-2"}
 
 
 def test_a_cancellation_that_was_not_heard_is_repeated(tmp_path: Path) -> None:
     run, launcher = make(tmp_path)
     launcher.is_away = True
-    supervisor = Supervisor(run, PLAN, launcher, lambda progress: finish_run(launcher))
+    supervisor = Supervisor(run, 0, PLAN, launcher, lambda progress: finish_run(launcher))
     supervisor.run()
     cancel = launcher.cancel
 
@@ -286,7 +290,7 @@ def test_a_cancellation_that_was_not_heard_is_repeated(tmp_path: Path) -> None:
         cancel(flow_run_id)
 
     launcher.cancel = hear_at_last  # type: ignore[method-assign]
-    supervisor.end_children(patience_s=0.0, deadline_s=30.0)
+    supervisor.end_children(0.0, 30.0, threading.Event())
     assert launcher.ended == {"train-1", "rollout-2"}
 
 
@@ -310,7 +314,7 @@ class BusyServer:
 def test_a_flow_run_is_told_once_to_cancel() -> None:
     """Told twice, its worker would interrupt what it does to end."""
     server = BusyServer()
-    launcher = PrefectLauncher(cast(SyncPrefectClient, server), Actor(RUN, "supervisor", 0, 1), 0, {})
+    launcher = PrefectLauncher(cast(SyncPrefectClient, server), RUN, 0, {})
     flow_run_id = str(uuid4())
     for heard in (0, 1, 1):
         launcher.cancel(flow_run_id)
@@ -320,120 +324,93 @@ def test_a_flow_run_is_told_once_to_cancel() -> None:
 def test_what_does_not_leave_is_fenced_and_killed(tmp_path: Path, hung: ProcessGroup) -> None:
     run, launcher = make(tmp_path)
     launcher.is_away, launcher.pids = True, {"rollout-2": hung.pid}
-    supervisor = Supervisor(run, PLAN, launcher, lambda progress: finish_run(launcher))
+    supervisor = Supervisor(run, 0, PLAN, launcher, lambda progress: finish_run(launcher))
     supervisor.run()
-    supervisor.end_children(patience_s=0.0, deadline_s=0.1)
+    supervisor.end_children(0.0, 0.1, threading.Event())
     assert not group_alive(hung.pid)
     states = {actor.role: actor.state for actor in run.ledger.actors(RUN)}
     assert states == {"supervisor": "starting", "trainer": "fenced", "replica": "fenced"}
 
 
-@pytest.mark.usefixtures("_own_sigterm")
 def test_a_full_disk_keeps_no_actor_alive(tmp_path: Path, hung: ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     run, launcher = make(tmp_path)
     launcher.is_away, launcher.pids = True, {"rollout-2": hung.pid}
-    supervisor = Supervisor(run, PLAN, launcher, lambda progress: finish_run(launcher))
+    supervisor = Supervisor(run, 0, PLAN, launcher, lambda progress: finish_run(launcher))
     supervisor.run()
     asked: list[str] = []
 
-    def refuse(run_id: str, what: str, *_: object) -> None:
-        asked.append(what)
+    def refuse(supervisor: Actor, actor: Actor) -> None:
+        asked.append(actor.role)
         raise OperationalError("", {}, Exception("database or disk is full"))
 
-    monkeypatch.setattr(run.ledger, "set_run_state", refuse)
     monkeypatch.setattr(run.ledger, "fence", refuse)
-    monkeypatch.setattr(running, "_CANCEL_S", (0.0, 0.1))
-    with pytest.raises(OperationalError):
-        running.leave(run, supervisor, "failed")
+    supervisor.end_children(0.0, 0.1, threading.Event())
     assert not group_alive(hung.pid)
-    assert asked == ["failed", "replica", "trainer"], "one that could not be fenced hindered the next"
+    assert asked == ["trainer", "replica"], "one that could not be fenced hindered the next"
 
 
-class Leaving(Supervisor):
-    """A supervisor whose actors take their leave while `interruption` happens."""
-
-    def __init__(self, interruption: BaseException | None = None) -> None:
-        self.interruption = interruption
-        self.ended: list[tuple[float, float]] = []
-
-    def end_children(self, patience_s: float, deadline_s: float) -> None:
-        self.ended.append((patience_s, deadline_s))
-        error, self.interruption = self.interruption, None
-        if error is not None:
-            raise error
-
-
-@pytest.fixture
-def _own_sigterm() -> Iterator[None]:
-    before = signal.getsignal(signal.SIGTERM)
-    yield
-    signal.signal(signal.SIGTERM, before)
-
-
-@pytest.mark.usefixtures("_own_sigterm")
-@pytest.mark.parametrize(
-    ("state", "outcome"), [("completed", nullcontext()), ("failed", pytest.raises(TerminationSignal))]
-)
-def test_a_cancellation_hurries_actors_that_are_leaving(
-    state: str, outcome: AbstractContextManager[Any], tmp_path: Path
+def test_a_ledger_that_cannot_be_read_keeps_no_actor_alive(
+    tmp_path: Path, hung: ProcessGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A completed run stays one: it would be called cancelled, and `hexflow resume` would refuse it as complete."""
-    run, _ = make(tmp_path)
-    supervisor = Leaving(TerminationSignal(signal.SIGTERM))
-    with outcome:
-        running.leave(run, supervisor, state)
-    assert supervisor.ended == [running._LEAVE_S, running._CANCEL_S]
-    os.kill(os.getpid(), signal.SIGTERM)  # a second one no longer interrupts
-    row = run.ledger.find_run(run_id=RUN)
-    assert row is not None
-    assert row.state == state
+    run, launcher = make(tmp_path)
+    launcher.is_away, launcher.pids = True, {"rollout-2": hung.pid}
+    supervisor = Supervisor(run, 0, PLAN, launcher, lambda progress: finish_run(launcher))
+    supervisor.run()
+
+    def refuse(*_: object) -> None:
+        raise OperationalError("", {}, Exception("the server closed the connection"))
+
+    for call in ("actors", "fence"):
+        monkeypatch.setattr(run.ledger, call, refuse)
+    supervisor.end_children(0.0, 0.1, threading.Event())
+    assert not group_alive(hung.pid)
 
 
-@pytest.mark.usefixtures("_own_sigterm")
-def test_a_completed_run_is_reported_undisturbed(tmp_path: Path) -> None:
-    run, _ = make(tmp_path)
+def test_a_supervisor_that_was_replaced_touches_no_actor_of_its_successor(tmp_path: Path, hung: ProcessGroup) -> None:
+    """It was stopped, its run resumed, and it goes on: the actor in its slot is another one now."""
+    run, launcher = make(tmp_path)
+    launcher.is_away = True
 
-    def terminate(number: int, frame: object) -> None:
-        raise TerminationSignal(signal=number)
+    def resume(progress: object) -> None:
+        seen = next((row.attempt, row.serial) for row in run.ledger.actors(RUN) if row.role == "supervisor")
+        successor = run.ledger.take_over(RUN, a_process(), "flow-2", seen)
+        actor = run.ledger.assign(successor, "replica", 0, 1, 0, ["here"])
+        run.ledger.register(actor, Process(process_key(hung.pid), hung.pid, "here"))
 
-    signal.signal(signal.SIGTERM, terminate)
-    running.leave(run, Leaving(), "failed")
-    with pytest.raises(TerminationSignal):
-        os.kill(os.getpid(), signal.SIGTERM)
-    running.leave(run, Leaving(), "completed")
-    os.kill(os.getpid(), signal.SIGTERM)
-
-
-@pytest.mark.usefixtures("_own_sigterm")
-def test_actors_are_ended_although_the_ledger_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run, _ = make(tmp_path)
-
-    def fail(**_: object) -> None:
-        raise OperationalError("", {}, Exception("database or disk is full"))
-
-    monkeypatch.setattr(run.ledger, "find_run", fail)
-    supervisor = Leaving()
-    with pytest.raises(OperationalError):
-        running.leave(run, supervisor, "failed")
-    assert supervisor.ended == [running._CANCEL_S]
+    zombie = Supervisor(run, 0, PLAN, launcher, resume)
+    with pytest.raises(Fenced):
+        zombie.run()
+    with pytest.raises(Fenced):
+        zombie.end_children(0.0, 0.0, threading.Event())
+    assert group_alive(hung.pid)
+    assert {row.role: row.state for row in run.ledger.actors(RUN)}["replica"] == "starting"
 
 
-@pytest.mark.usefixtures("_own_sigterm")
-def test_a_run_that_is_cancelled_before_it_is_tracked_is_closed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run, _ = make(tmp_path)
+def test_who_beats_while_it_is_to_be_fenced_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fencing waited for a lock for longer than the silence lasted."""
+    run, launcher = make(tmp_path, heartbeat_deadline_s=5.0)
+    fence, looks = run.ledger.fence, iter(range(10))
 
-    def interrupt(*_: object, **__: object) -> None:
-        raise TerminationSignal(signal.SIGTERM)
+    def beat_first(supervisor: Actor, actor: Actor, seen_serial: int | None = None) -> ActorRow | None:
+        run.ledger.heartbeat(actor)
+        return fence(supervisor, actor, seen_serial)
 
-    monkeypatch.setattr(Tracker, "parent", interrupt)
-    with pytest.raises(TerminationSignal), running.owned(run), running.tracked(run):
-        raise AssertionError("it was not tracked")
-    row = run.ledger.find_run(run_id=RUN)
-    assert row is not None
-    assert row.state == "cancelled"
-    assert [actor.state for actor in run.ledger.actors(RUN)] == ["done"]
+    def on_progress(progress: object) -> None:
+        if next(looks) >= 1:
+            finish_run(launcher)
+
+    monkeypatch.setattr(run.ledger, "fence", beat_first)
+    supervisor = Supervisor(run, 0, PLAN, launcher, on_progress)
+    monkeypatch.setattr(supervisor, "_silence", EverybodyIsSilent())
+    supervisor.run()
+    assert len(launcher.started) == 2
+
+
+class EverybodyIsSilent:
+    """A watch to which nobody has beaten for a long time."""
+
+    def look(self, serials: dict[Actor, int]) -> dict[Actor, float]:
+        return dict.fromkeys(serials, 1e6)
 
 
 @pytest.fixture
@@ -459,9 +436,10 @@ def test_a_run_that_is_over_gets_no_actor(
 ) -> None:
     """Its flow run may have waited in the queue until the server was back."""
     run = open_run(Experiment(), None, None)
-    run.ledger.set_run_state(run.run_id, "cancelled")
-    epoch = run.ledger.add_plan_epoch(run.run_id, PLAN)
-    start(run.run_id, epoch, part, run.supervisor.attempt)
+    epoch = run.ledger.add_plan_epoch(run.supervisor, PLAN)
+    actor = assign(run.ledger, "trainer" if start is train.fn else "replica", run_id=run.run_id)
+    run.ledger.close_run(run.supervisor, "cancelled")
+    start(run.run_id, epoch, part, actor.attempt)
     assert not hold
 
 
@@ -471,17 +449,18 @@ def test_a_late_flow_run_does_not_get_into_the_resumed_run(
 ) -> None:
     """It would fence the actor that the run has now."""
     cancelled = open_run(Experiment(), None, "flow-1")
-    cancelled.ledger.set_run_state(cancelled.run_id, "cancelled")
+    role = "trainer" if start is train.fn else "replica"
+    late = assign(cancelled.ledger, role, run_id=cancelled.run_id)
     cancelled.ledger.finish(cancelled.supervisor, "done")
     resumed = open_run(Experiment(), cancelled.run_id, "flow-2")
-    epoch = resumed.ledger.add_plan_epoch(resumed.run_id, PLAN)
-    start(resumed.run_id, epoch, part, cancelled.supervisor.attempt)
+    epoch = resumed.ledger.add_plan_epoch(resumed.supervisor, PLAN)
+    start(resumed.run_id, epoch, part, late.attempt)
     assert not hold
     with pytest.raises(RuntimeError, match=resumed.run_id):
-        start(resumed.run_id, epoch, part, resumed.supervisor.attempt)
+        start(resumed.run_id, epoch, part, assign(resumed.ledger, role, run_id=resumed.run_id).attempt)
 
 
-def test_the_launcher_names_plan_epoch_part_and_supervisor(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_launcher_names_plan_epoch_part_and_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: dict[str, Any] = {}
 
     def run_deployment(name: str, **options: Any) -> SimpleNamespace:
@@ -490,11 +469,11 @@ def test_the_launcher_names_plan_epoch_part_and_supervisor(monkeypatch: pytest.M
 
     online = SimpleNamespace(read_workers_for_work_pool=lambda pool: [SimpleNamespace(status=WorkerStatus.ONLINE)])
     monkeypatch.setattr("flows.running.launcher.run_deployment", run_deployment)
-    launcher = PrefectLauncher(cast(SyncPrefectClient, online), Actor(RUN, "supervisor", 0, 7), 3, {})
+    launcher = PrefectLauncher(cast(SyncPrefectClient, online), RUN, 3, {})
     for share, flow in ((PLAN.trainer.machines[0], train), (PLAN.replicas[0], rollout)):
         asked.clear()
-        launcher.start(share, None)
+        launcher.start(Actor(RUN, "replica", 0, 7), share, None)
         assert asked.pop("name") == f"{flow.name}/cpu"
-        assert (asked["run_id"], asked["epoch"], asked["supervisor"]) == (RUN, 3, 7)
+        assert (asked["run_id"], asked["epoch"], asked["attempt"]) == (RUN, 3, 7)
         assert asked["machine" if flow is train else "slot"] == ("here" if flow is train else 0)
         assert set(asked) == set(inspect.signature(flow.fn).parameters)

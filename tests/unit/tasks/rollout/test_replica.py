@@ -19,6 +19,7 @@ from tasks.rollout.answering import Answerer
 from tasks.rollout.engine import Answer, InFlight, Sampling
 from tasks.rollout.replica import Replica, ReplicaParts
 from tasks.tracking.tracker import Tracker
+from tests.support.ledger import begin, join, supervisor_of
 
 RUN = "run"
 
@@ -82,7 +83,7 @@ class FakeText:
 @pytest.fixture
 def ledger(tmp_path: Path) -> Ledger:
     ledger = Ledger(f"sqlite:///{tmp_path / 'ledger.db'}")
-    ledger.create_run(RUN, prompts_per_step=2, max_staleness=1, steps=4, max_attempts_per_prompt=2)
+    begin(ledger, RUN, (2, 1, 4))
     return ledger
 
 
@@ -92,7 +93,7 @@ def experiment() -> Experiment:
 
 
 def make_replica(ledger: Ledger, experiment: Experiment, tmp_path: Path, engine: FakeEngine, text: FakeText) -> Replica:
-    actor = ledger.register(RUN, "replica", 0, pid=1, machine="here")
+    actor = join(ledger, "replica", run_id=RUN)
     run = RunDirectory(tmp_path)
     run.create()
     answerer = Answerer(engine, text, text, Sampling(1.0, 4, text.stop_token_ids))
@@ -130,7 +131,7 @@ def test_it_stops_at_the_gate_and_goes_on_with_new_weights(
         await until(lambda: in_state(ledger, "scored") == 4, "four groups at version 0")
         await asyncio.sleep(0.5)
         assert in_state(ledger, "scored") + in_state(ledger, "leased") == 4, "more were begun than the gate allows"
-        trainer = ledger.register(RUN, "trainer", 0, pid=2, machine="here")
+        trainer = join(ledger, "trainer", run_id=RUN)
         publish(ledger, tmp_path, trainer, 0, 0)
         taken = ledger.take_groups(trainer, 0)
         assert taken is not None
@@ -165,7 +166,7 @@ def test_a_group_that_cannot_be_scored_is_dropped_and_its_prompt_leased_again(
 
 def test_answers_of_an_abandoned_lineage_are_dropped(ledger: Ledger, experiment: Experiment, tmp_path: Path) -> None:
     async def scenario() -> None:
-        trainer = ledger.register(RUN, "trainer", 0, pid=2, machine="here")
+        trainer = join(ledger, "trainer", run_id=RUN)
         publish(ledger, tmp_path, trainer, 0, 0)
         engine = FakeEngine()
         engine.hold.clear()
@@ -173,7 +174,7 @@ def test_answers_of_an_abandoned_lineage_are_dropped(ledger: Ledger, experiment:
         running = asyncio.create_task(replica.run())
         await until(lambda: in_state(ledger, "leased") == 4, "four groups in flight")
         lineage = ledger.resume_from(RUN, 0)
-        trainer = ledger.register(RUN, "trainer", 0, pid=3, machine="here")
+        trainer = join(ledger, "trainer", run_id=RUN)
         publish(ledger, tmp_path, trainer, lineage, 0)
         await until(lambda: engine.loaded == (lineage, 0), "the new lineage is loaded")
         engine.hold.set()
@@ -221,7 +222,7 @@ def test_an_error_while_answering_ends_the_replica_and_is_named(
 
 def test_it_evaluates_when_asked(ledger: Ledger, experiment: Experiment, tmp_path: Path) -> None:
     async def scenario() -> None:
-        ledger.request_evaluation(RUN, "before", 0)
+        ledger.request_evaluation(supervisor_of(ledger, RUN), "before", 0)
         replica = make_replica(ledger, experiment, tmp_path, FakeEngine(), FakeText())
         running = asyncio.create_task(replica.run())
         await until(lambda: ledger.evaluations(RUN)["before"].state == "done", "an evaluation")

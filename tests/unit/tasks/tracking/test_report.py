@@ -21,6 +21,7 @@ from tasks.tracking.report import (
     summarise,
     write_report,
 )
+from tests.support.ledger import begin, join
 from tests.support.plan import gpu_plan
 
 RUN = RunRow("laptop-1", "flow-1", "mlflow-1", "completed", 0, 8, 2, 3, 3, 0.0)
@@ -129,12 +130,10 @@ def test_the_report_is_written_from_the_ledger(tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path / "laptop-1")
     write_json(directory.experiment, Experiment().model_dump(mode="json"))
     ledger = Ledger(f"sqlite:///{tmp_path / 'ledger.db'}")
-    ledger.create_run(
-        "laptop-1", prompts_per_step=8, max_staleness=2, steps=3, max_attempts_per_prompt=3, flow_run_id="flow-1"
-    )
-    trainer = ledger.register("laptop-1", "trainer", 0, pid=1, machine="host")
+    supervisor = begin(ledger, "laptop-1", (8, 2, 3), flow_run_id="flow-1")
+    trainer = join(ledger, "trainer", run_id="laptop-1")
     ledger.record_span(trainer, "busy", 1.0)
-    ledger.set_run_state("laptop-1", "cancelled")
+    ledger.close_run(supervisor, "cancelled")
     summary = write_report(directory, ledger, "laptop-1", PLAN)
     assert json.loads(directory.summary.read_text()) == summary
     assert (summary["status"], summary["prefect_flow_run_id"]) == ("cancelled", "flow-1")

@@ -15,6 +15,7 @@ import pytest
 from tasks.exchange.ledger import Ledger
 from tasks.tracking import tracker as tracking
 from tasks.tracking.tracker import Tracker, end_attempts, end_run, flatten
+from tests.support.ledger import begin
 from tests.support.places import REPOSITORY
 
 if TYPE_CHECKING:
@@ -163,7 +164,7 @@ def test_the_run_is_created_once_the_store_answers(
 def test_actors_are_tracked_although_their_run_came_late(store: str, client: "MlflowClient", tmp_path: Path) -> None:
     """MLflow was away when the run began: its actors ask the ledger for it until the ledger has been told."""
     ledger = Ledger(f"sqlite:///{tmp_path / 'ledger.db'}")
-    ledger.create_run("run", prompts_per_step=1, max_staleness=1, steps=1, max_attempts_per_prompt=1)
+    supervisor = begin(ledger)
     child = Tracker.child(store, partial(ledger.mlflow_run, "run"), "replica-0", {})
     child.log({"throughput": 1.0}, 0)
     assert child._tried.wait(30)
@@ -174,7 +175,7 @@ def test_actors_are_tracked_although_their_run_came_late(store: str, client: "Ml
         told.append(run_id)
         if len(told) == 1:
             raise ConnectionError("the ledger is away")
-        ledger.set_mlflow_run("run", run_id)
+        ledger.set_mlflow_run(supervisor, run_id)
 
     parent = Tracker.parent(store, "study", "late", {}, {}, on_open=tell)
     parent.finish("FINISHED")

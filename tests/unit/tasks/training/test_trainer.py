@@ -26,7 +26,7 @@ from tasks.exchange.layout import RunDirectory
 from tasks.exchange.ledger import Fenced, Ledger
 from tasks.exchange.trajectories import load_group, save_group
 from tasks.exchange.weights import verify_weights
-from tasks.lifecycle.heartbeat import Heartbeat
+from tasks.lifecycle.scope import ActorScope
 from tasks.machine.processes import ProcessGroup
 from tasks.tracking.tracker import Tracker
 from tasks.training.checkpoints import found_checkpoints, latest_checkpoint
@@ -36,6 +36,7 @@ from tasks.training.launch import run_ranks, run_trainer
 from tasks.training.leader import Leader, batch_metrics
 from tasks.training.packing import TrainingGroup
 from tasks.training.trainer import Trainer
+from tests.support.ledger import a_process, assign, begin, join
 from tests.support.plan import run_plan
 from tests.support.training import free_port, make_engine, one_rank, parameters_of, random_groups, save_tiny_model
 
@@ -52,7 +53,7 @@ class FakeReplica(threading.Thread):
         self._stopped = threading.Event()
 
     def run(self) -> None:
-        actor = self._ledger.register(RUN, "replica", 0, os.getpid(), "here")
+        actor = join(self._ledger, "replica", run_id=RUN)
         loaded = None
         while not self._stopped.wait(0.02):
             latest = self._ledger.latest_version(RUN)
@@ -81,8 +82,8 @@ def make_run(settings: Settings, experiment: Experiment, plan: RunPlan = PLAN) -
     write_json(run.experiment, experiment.model_dump(mode="json"))
     ledger = Ledger(settings.shared.ledger_url)
     sizes = experiment.workload
-    ledger.create_run(RUN, sizes.prompts_per_step, sizes.max_staleness, experiment.run.steps, 3)
-    assert ledger.add_plan_epoch(RUN, plan) == 0
+    supervisor = begin(ledger, RUN, (sizes.prompts_per_step, sizes.max_staleness, experiment.run.steps))
+    assert ledger.add_plan_epoch(supervisor, plan) == 0
     return run, ledger
 
 
@@ -121,6 +122,7 @@ def test_two_ranks_train_like_one(settings: Settings, tmp_path: Path) -> None:
     replica = FakeReplica(ledger, run, limit=100)
     replica.start()
     argv = [sys.executable, "-m", "tasks.training.trainer", "--run", RUN, "--epoch", "0"]
+    argv += ["--attempt", str(assign(ledger, "trainer", run_id=RUN).attempt)]
     run_ranks(argv, {}, [run.logs / "trainer-0.log", run.logs / "trainer-0-rank-1.log"])
     replica.stop()
 
@@ -143,6 +145,7 @@ def test_a_trainer_that_is_ended_and_resumed_trains_like_one_that_was_not(settin
     replica = FakeReplica(ledger, run, limit=8)  # two steps of three groups, and two groups that are too few
     replica.start()
     argv = [sys.executable, "-m", "tasks.training.trainer", "--run", RUN, "--epoch", "0"]
+    argv += ["--attempt", str(assign(ledger, "trainer", run_id=RUN).attempt)]
     alone = {
         "RANK": "0",
         "LOCAL_RANK": "0",
@@ -165,7 +168,7 @@ def test_a_trainer_that_is_ended_and_resumed_trains_like_one_that_was_not(settin
     assert ledger.resume_from(RUN, 2) == 1
     replica = FakeReplica(ledger, run, limit=100)
     replica.start()
-    run_trainer(RUN, 0, "here", resume_step=2)
+    run_trainer(RUN, 0, "here", assign(ledger, "trainer", run_id=RUN).attempt, resume_step=2)
     replica.stop()
     assert_published(run, (1, 4), replayed(run, ledger, experiment))
     assert [row.step for row in ledger.steps(RUN)] == [0, 1, 2, 3]
@@ -226,9 +229,10 @@ def test_a_group_past_the_bound_is_never_trained_on(settings: Settings) -> None:
 
 
 def make_leader(run: RunDirectory, experiment: Experiment, ledger: Ledger, model_path: Path) -> Leader:
-    actor = ledger.register(RUN, "trainer", 0, os.getpid(), "here")
+    actor = join(ledger, "trainer", run_id=RUN)
     lineage = ledger.lineage_of(actor)
-    return Leader(run, experiment, model_path, ledger, actor, lineage, Heartbeat(ledger, actor), Tracker(None))
+    scope = ActorScope(ledger, actor, a_process(), lambda reason: None)
+    return Leader(run, experiment, model_path, ledger, actor, lineage, scope, Tracker(None))
 
 
 def weights_of(value: float) -> dict[str, torch.Tensor]:
@@ -285,7 +289,7 @@ def test_only_a_recorded_version_is_taken_as_published(settings: Settings, tmp_p
 def test_the_message_of_a_silent_rollout_side_says_who_is_silent(settings: Settings) -> None:
     experiment = Experiment(run=RunSection(step_deadline_s=0.2, start_deadline_s=0.2))
     run, ledger = make_run(settings, experiment)
-    replica = ledger.register(RUN, "replica", 0, os.getpid(), "there")
+    replica = join(ledger, "replica", run_id=RUN, machine="there")
     ledger.heartbeat(replica, "starting", "loading vLLM")
     leader = make_leader(run, experiment, ledger, run.root)
     with pytest.raises(

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tasks.exchange.ledger import Ledger
-from tests.support.ledger import ETA, RUN, STEPS, B
+from tests.support.ledger import begin
 from tests.support.postgres import PostgresServer
 
 
@@ -23,6 +23,6 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 def ledger(url: str) -> Iterator[Ledger]:
     """A ledger with one small run; see `tests.support.ledger`."""
     opened = Ledger(url)
-    opened.create_run(RUN, prompts_per_step=B, max_staleness=ETA, steps=STEPS, max_attempts_per_prompt=2)
+    begin(opened)
     yield opened
     opened.close()

@@ -2,8 +2,8 @@
 
 import pytest
 
-from tasks.exchange.ledger import Actor, Fenced, Ledger
-from tests.support.ledger import RUN, ask, lease, load, score, states
+from tasks.exchange.ledger import Actor, ActorRow, Fenced, Ledger
+from tests.support.ledger import RUN, a_process, ask, assign, fence, join, lease, load, score, states, supervisor_of
 
 
 def test_a_replaced_replica_can_write_nothing_and_its_prompts_are_leased_again(
@@ -12,7 +12,7 @@ def test_a_replaced_replica_can_write_nothing_and_its_prompts_are_leased_again(
     scored, leased = lease(ledger, replica), lease(ledger, replica)
     score(ledger, replica, scored)
     load(ledger, replica, (0, 0))
-    successor = ledger.register(RUN, "replica", 0, pid=3, machine="here")
+    successor = join(ledger, "replica", pid=3)
     assert successor.attempt == 2
     assert states(ledger) == [(0, "scored", None), (1, "dropped", "lease_lost")]
     assert ledger.claimed_versions(RUN) == set()
@@ -36,7 +36,7 @@ def test_a_replaced_replica_can_write_nothing_and_its_prompts_are_leased_again(
 def test_a_replaced_trainer_can_neither_publish_nor_consume(ledger: Ledger, trainer: Actor, replica: Actor) -> None:
     for _ in range(2):
         score(ledger, replica, lease(ledger, replica))
-    ledger.register(RUN, "trainer", 0, pid=3, machine="here")
+    join(ledger, "trainer", pid=3)
     for write in (
         lambda: ledger.take_groups(trainer, 0),
         lambda: ledger.record_version(trainer, 1, "path-1"),
@@ -52,21 +52,22 @@ def test_a_replaced_trainer_can_neither_publish_nor_consume(ledger: Ledger, trai
 
 def test_a_replica_declared_dead_is_fenced_at_once(ledger: Ledger, trainer: Actor, replica: Actor) -> None:
     lease(ledger, replica)
-    ledger.fence(RUN, "replica", 0)
-    ledger.fence(RUN, "replica", 0)
+    fence(ledger, replica)
+    fence(ledger, replica)
     assert states(ledger) == [(0, "dropped", "lease_lost")]
     with pytest.raises(Fenced, match="declared dead"):
         ledger.heartbeat(replica)
     assert [(row.role, row.attempt, row.state) for row in ledger.actors(RUN)] == [
         ("replica", 1, "fenced"),
+        ("supervisor", 1, "starting"),
         ("trainer", 1, "starting"),
     ]
 
 
 def test_slots_do_not_fence_each_other(ledger: Ledger, trainer: Actor, replica: Actor) -> None:
     leased = lease(ledger, replica)
-    other = ledger.register(RUN, "replica", 1, pid=3, machine="there")
-    ledger.fence(RUN, "replica", 1)
+    other = join(ledger, "replica", 1, machine="there")
+    fence(ledger, other)
     assert score(ledger, replica, leased)
     with pytest.raises(Fenced):
         ask(ledger, other, 0)
@@ -87,3 +88,73 @@ def test_a_heartbeat_renews_and_the_end_is_final(ledger: Ledger, trainer: Actor,
     ledger.record_span(replica, "busy", 1.0)  # the last one is written after the work
     with pytest.raises(Fenced, match="has ended as done"):
         ask(ledger, replica, 0)
+
+
+def row_of(ledger: Ledger, actor: Actor) -> ActorRow:
+    return next(row for row in ledger.actors(RUN) if (row.role, row.slot) == (actor.role, actor.slot))
+
+
+def test_an_attempt_is_given_out_once_and_registered_once_per_process(ledger: Ledger) -> None:
+    """Calls whose answer was lost are repeated; a process that comes late takes nobody's place."""
+    supervisor = supervisor_of(ledger)
+    for _ in range(2):
+        actor = ledger.assign(supervisor, "trainer", 0, after=0, epoch=3, machines=["one", "two"])
+        assert actor == Actor(RUN, "trainer", 0, 1)
+    row = row_of(ledger, actor)
+    assert (row.state, row.epoch, row.machines, row.assigned_by, row.pid) == ("assigned", 3, ("one", "two"), 1, None)
+    with pytest.raises(Fenced, match="has not registered"):
+        ledger.heartbeat(actor)
+    with pytest.raises(Fenced, match="has not registered"):
+        ledger.take_groups(actor, 0)
+    process = a_process(pid=5, machine="one")
+    for _ in range(2):
+        ledger.register(actor, process)
+    with pytest.raises(Fenced, match="is another process already"):
+        ledger.register(actor, a_process())
+    row = row_of(ledger, actor)
+    assert (row.state, row.pid, row.machine, row.process_key) == ("starting", 5, "one", process.key)
+    with pytest.raises(ValueError, match="attempt 1 is the newest"):
+        ledger.assign(supervisor, "trainer", 0, after=4, epoch=3, machines=["one"])
+
+
+def test_a_process_that_was_stopped_before_it_registered_takes_nobodys_place(ledger: Ledger) -> None:
+    stopped = assign(ledger, "replica")
+    replacement = join(ledger, "replica")
+    lease(ledger, replacement)
+    with pytest.raises(Fenced, match="replaced by attempt 2"):
+        ledger.register(stopped, a_process())
+    with pytest.raises(Fenced, match="was never given out"):
+        ledger.register(Actor(RUN, "replica", 7, 1), a_process())
+    ledger.heartbeat(replacement)
+    assert states(ledger) == [(0, "leased", None)]
+
+
+def test_who_has_beaten_since_is_not_fenced_for_silence(ledger: Ledger, replica: Actor) -> None:
+    """Fencing may have waited for a lock while the beat came through."""
+    supervisor, seen = supervisor_of(ledger), row_of(ledger, replica).serial
+    lease(ledger, replica)
+    ledger.heartbeat(replica, work=3)
+    assert ledger.fence(supervisor, replica, seen_serial=seen) is None
+    row = row_of(ledger, replica)
+    assert (row.state, row.serial, row.work) == ("running", seen + 1, 3)
+    fenced = ledger.fence(supervisor, replica, seen_serial=row.serial)
+    assert fenced is not None
+    assert (fenced.state, fenced.pid) == ("fenced", 2)
+    assert states(ledger) == [(0, "dropped", "lease_lost")]
+
+
+def test_a_supervisor_touches_only_what_it_has_given_out(ledger: Ledger, replica: Actor) -> None:
+    with pytest.raises(ValueError, match="replica 0, attempt 1, of run run is no supervisor"):
+        ledger.assign(replica, "trainer", 0, 0, 0, ["here"])
+    with pytest.raises(ValueError, match="was not given out by attempt 1"):
+        ledger.fence(supervisor_of(ledger), supervisor_of(ledger))
+    with pytest.raises(ValueError, match="gives out trainer and replica"):
+        ledger.assign(supervisor_of(ledger), "supervisor", 0, 1, 0, ["here"])
+
+
+def test_a_beat_tells_of_the_supervisor(ledger: Ledger, replica: Actor) -> None:
+    """Its serial number stands still where nobody supervises, which an actor counts by its own clock."""
+    before = ledger.heartbeat(replica).supervisor
+    assert ledger.heartbeat(replica).supervisor == before
+    ledger.heartbeat(supervisor_of(ledger))
+    assert ledger.heartbeat(replica).supervisor == (before[0], before[1] + 1)

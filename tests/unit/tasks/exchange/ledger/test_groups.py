@@ -6,7 +6,21 @@ from sqlalchemy.exc import IntegrityError
 
 from tasks.exchange.ledger import Actor, Fenced, Ledger
 from tasks.exchange.ledger.schema import groups
-from tests.support.ledger import ETA, RUN, B, ask, lease, load, score, states, take
+from tests.support.ledger import (
+    ETA,
+    RUN,
+    B,
+    a_process,
+    ask,
+    fence,
+    join,
+    lease,
+    load,
+    score,
+    states,
+    supervisor_of,
+    take,
+)
 
 # Admission
 
@@ -32,10 +46,11 @@ def test_a_version_that_was_not_reported_opens_nothing(ledger: Ledger, trainer: 
 
 
 def test_nothing_is_leased_unless_the_run_is_running(ledger: Ledger, trainer: Actor, replica: Actor) -> None:
-    ledger.set_run_state(RUN, "cancelled")
+    ledger.close_run(supervisor_of(ledger), "cancelled")
     assert ask(ledger, replica, 0) is None
-    ledger.reopen_run(RUN, "flow-2")
-    assert ask(ledger, replica, 0) is not None
+    serial = next(row.serial for row in ledger.actors(RUN) if row.role == "supervisor")
+    ledger.take_over(RUN, a_process(), "flow-2", seen=(1, serial))
+    assert ask(ledger, join(ledger, "replica"), 0) is not None
     run = ledger.find_run(flow_run_id="flow-2")
     assert run is not None
     assert run.state == "running"
@@ -68,10 +83,10 @@ def test_a_quarantined_question_is_skipped_at_every_index(ledger: Ledger, traine
 
 def test_only_the_holder_of_a_lease_names_its_question(ledger: Ledger, trainer: Actor, replica: Actor) -> None:
     leased = lease(ledger, replica)
-    other = ledger.register(RUN, "replica", 1, pid=3, machine="here")
+    other = join(ledger, "replica", 1)
     with pytest.raises(ValueError, match="was never leased to replica 1"):
         ledger.name_question(other, leased.group_id, "sums:1")
-    ledger.fence(RUN, "replica", 0)
+    fence(ledger, replica)
     with pytest.raises(Fenced):
         ledger.name_question(replica, leased.group_id, "sums:1")
 

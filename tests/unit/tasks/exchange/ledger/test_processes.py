@@ -5,18 +5,13 @@ import os
 import time
 from pathlib import Path
 
-from tasks.exchange.ledger import Actor, Ledger
-from tests.support.ledger import ask
+from tasks.exchange.ledger import Actor, ActorRow, Ledger, Process
+from tasks.machine.processes import process_key
+from tests.support.ledger import ask, assign, begin, join
 
 RUN = "run"
 B, STEPS = 30, 2
 TO_BE_KILLED = 0
-
-
-def open_ledger(url: str) -> Ledger:
-    ledger = Ledger(url)
-    ledger.create_run(RUN, prompts_per_step=B, max_staleness=STEPS, steps=STEPS, max_attempts_per_prompt=1)
-    return ledger
 
 
 def answer_everything(ledger: Ledger, actor: Actor) -> None:
@@ -25,9 +20,16 @@ def answer_everything(ledger: Ledger, actor: Actor) -> None:
         ledger.complete_group(actor, lease.group_id, 0, 0.5, {"scored": 2}, 1)
 
 
+def replicas(ledger: Ledger) -> list[ActorRow]:
+    return [row for row in ledger.actors(RUN) if row.role == "replica"]
+
+
 def work(url: str, slot: int) -> None:
-    ledger = open_ledger(url)  # all processes create the file, the tables and the run at once
-    actor = ledger.register(RUN, "replica", slot, os.getpid(), "here")
+    ledger = Ledger(url)  # all processes create the file and the tables at once
+    while ledger.find_run(run_id=RUN) is None or not any(row.slot == slot for row in replicas(ledger)):
+        time.sleep(0.01)
+    actor = Actor(RUN, "replica", slot, 1)
+    ledger.register(actor, Process(process_key(), os.getpid(), "here"))
     answer_everything(ledger, actor)
     while slot == TO_BE_KILLED:
         ledger.heartbeat(actor)
@@ -39,13 +41,16 @@ def test_processes_share_a_ledger_and_survive_a_kill(tmp_path: Path) -> None:
     workers = [context.Process(target=work, args=(url, slot)) for slot in range(2)]
     for worker in workers:
         worker.start()
-    ledger = open_ledger(url)
+    ledger = Ledger(url)
+    begin(ledger, RUN, (B, STEPS, STEPS))
+    for slot in range(2):
+        assign(ledger, "replica", slot)
     give_up = time.monotonic() + 60
     while not any(row.state == "scored" for row in ledger.groups(RUN)):
         assert time.monotonic() < give_up, "no process completed a group"
     workers[TO_BE_KILLED].kill()
     workers[TO_BE_KILLED].join()
-    successor = ledger.register(RUN, "replica", TO_BE_KILLED, os.getpid(), "here")
+    successor = join(ledger, "replica", TO_BE_KILLED)
     answer_everything(ledger, successor)
     workers[1].join(60)
     assert [worker.exitcode for worker in workers] == [-9, 0]
@@ -55,7 +60,7 @@ def test_processes_share_a_ledger_and_survive_a_kill(tmp_path: Path) -> None:
     assert [row.group_id for row in rows] == list(range(1, len(rows) + 1))
     assert sorted(row.prompt_index for row in rows if row.state == "scored") == list(range(B * STEPS))
     assert {row.drop_reason for row in rows if row.state != "scored"} <= {"lease_lost"}
-    trainer = ledger.register(RUN, "trainer", 0, os.getpid(), "here")
+    trainer = join(ledger, "trainer")
     for step in range(STEPS):
         taken = ledger.take_groups(trainer, step)
         assert taken is not None

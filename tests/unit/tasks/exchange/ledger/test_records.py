@@ -7,7 +7,7 @@ from sqlalchemy import select
 
 from tasks.exchange.ledger import Actor, Ledger
 from tasks.exchange.ledger.database import now_s
-from tests.support.ledger import RUN, STEPS, B, lease, load, run_two_steps, score, take
+from tests.support.ledger import RUN, STEPS, B, fence, join, lease, load, run_two_steps, score, supervisor_of, take
 
 VERSIONS = [(0, number) for number in range(4)]
 """Those whose files are on storage."""
@@ -26,7 +26,7 @@ def test_a_claimed_version_is_not_retired_and_a_retired_one_not_claimed(
     load(ledger, replica, (0, 3))
     assert ledger.claimed_versions(RUN) == {(0, 3)}
     assert ledger.retire_versions(trainer, 1, VERSIONS) == {(0, 0), (0, 1), (0, 2)}
-    assert [row.loaded_version for row in ledger.actors(RUN)] == [(0, 3), None]
+    assert [row.loaded_version for row in ledger.actors(RUN)] == [(0, 3), None, None]
 
 
 def test_an_abandoned_version_goes_when_its_last_reader_has_left(
@@ -35,7 +35,7 @@ def test_an_abandoned_version_goes_when_its_last_reader_has_left(
     run_two_steps(ledger, trainer, replica)
     ledger.resume_from(RUN, 1, trainer)
     assert ledger.retire_versions(trainer, 2, VERSIONS) == set()
-    ledger.fence(RUN, "replica", 0)
+    fence(ledger, replica)
     assert ledger.retire_versions(trainer, 2, VERSIONS) == {(0, 2)}
 
 
@@ -78,23 +78,23 @@ def test_the_largest_staleness_is_over_all_steps(ledger: Ledger, trainer: Actor,
 
 
 def test_an_evaluation_is_claimed_by_who_has_the_version(ledger: Ledger, trainer: Actor, replica: Actor) -> None:
-    ledger.request_evaluation(RUN, "before", 0)
-    ledger.request_evaluation(RUN, "after", 1)
+    ledger.request_evaluation(supervisor_of(ledger), "before", 0)
+    ledger.request_evaluation(supervisor_of(ledger), "after", 1)
     assert ledger.claim_evaluation(replica, 1) is None
     claimed = ledger.claim_evaluation(replica, 0)
     assert claimed is not None
     assert claimed.purpose == "before"
-    other = ledger.register(RUN, "replica", 1, pid=3, machine="here")
+    other = join(ledger, "replica", 1)
     assert ledger.claim_evaluation(other, 0) is None
-    ledger.fence(RUN, "replica", 0)
+    fence(ledger, replica)
     assert ledger.claim_evaluation(other, 0) == claimed
     ledger.record_evaluation(other, "before", '{"accuracy": 0.5}')
     ledger.record_evaluation(other, "before", '{"accuracy": 0.9}')
-    ledger.request_evaluation(RUN, "before", 0)
+    ledger.request_evaluation(supervisor_of(ledger), "before", 0)
     rows = ledger.evaluations(RUN)
     assert (rows["before"].state, rows["before"].result) == ("done", {"accuracy": 0.5})
     assert (rows["after"].state, rows["after"].result) == ("requested", None)
-    ledger.request_evaluation(RUN, "before", 2)
+    ledger.request_evaluation(supervisor_of(ledger), "before", 2)
     assert ledger.evaluations(RUN)["before"].result is None
 
 

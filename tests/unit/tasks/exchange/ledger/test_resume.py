@@ -4,7 +4,7 @@ import pytest
 
 from planners.errors import UserError
 from tasks.exchange.ledger import Actor, Fenced, Ledger
-from tests.support.ledger import RUN, B, ask, lease, load, run_two_steps, score, states, take
+from tests.support.ledger import RUN, B, ask, join, lease, load, run_two_steps, score, states, supervisor_of, take
 
 
 def test_resume_takes_back_what_came_after_the_checkpoint(ledger: Ledger, trainer: Actor, replica: Actor) -> None:
@@ -77,7 +77,7 @@ def test_a_scored_group_is_abandoned_by_its_newest_token(ledger: Ledger, trainer
 
 
 def test_a_resume_fences_the_trainer_of_the_old_lineage(ledger: Ledger, trainer: Actor) -> None:
-    supervisor = ledger.register(RUN, "supervisor", 0, pid=3, machine="here")
+    supervisor = supervisor_of(ledger)
     assert ledger.lineage_of(trainer) == 0
     ledger.resume_from(RUN, 0, supervisor)
     for write in (
@@ -88,7 +88,7 @@ def test_a_resume_fences_the_trainer_of_the_old_lineage(ledger: Ledger, trainer:
         with pytest.raises(Fenced, match="declared dead"):
             write()
     ledger.heartbeat(supervisor)
-    assert ledger.lineage_of(ledger.register(RUN, "trainer", 0, pid=4, machine="here")) == 1
+    assert ledger.lineage_of(join(ledger, "trainer")) == 1
 
 
 def test_a_checkpoint_of_another_run_is_refused(ledger: Ledger, trainer: Actor) -> None:
