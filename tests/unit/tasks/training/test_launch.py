@@ -34,6 +34,17 @@ def test_ranks_can_meet(logs: list[Path]) -> None:
     assert first[5] == second[5]
 
 
+def test_ranks_of_several_machines_count_through_and_meet_where_they_are_told(logs: list[Path]) -> None:
+    """As the second of two machines sees it, which has ranks 3 and 4 of 5."""
+    names = "['RANK', 'LOCAL_RANK', 'WORLD_SIZE', 'MASTER_ADDR', 'MASTER_PORT']"
+    script = f"import os; print(*(os.environ[name] for name in {names}))"
+    run_ranks([sys.executable, "-c", script], {}, logs, first=3, world_size=5, master="10.0.0.7:29500")
+    assert [log.read_text().split() for log in logs] == [
+        ["3", "0", "5", "10.0.0.7", "29500"],
+        ["4", "1", "5", "10.0.0.7", "29500"],
+    ]
+
+
 def test_a_failing_rank_ends_the_others(logs: list[Path]) -> None:
     script = "time.sleep(0.5); sys.exit('rank 1 is out of luck') if rank == 1 else time.sleep(60)"
     with pytest.raises(RankFailed, match=r"(?s)rank 1 of the trainer ended with status 1.*out of luck"):
