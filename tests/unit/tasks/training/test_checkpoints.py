@@ -1,7 +1,6 @@
 """A run that is resumed from a checkpoint is the run that was never interrupted, bit for bit."""
 
 import random
-import re
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -115,8 +114,12 @@ def test_a_checkpoint_that_cannot_be_continued_is_named(run: RunDirectory, monke
         patch.setattr(engine.deepspeed, "load_checkpoint", lambda *_, **__: (None, None))
         with pytest.raises(UserError, match="has no state to continue from"):
             load_checkpoint(run, 0, 4, engine, one_rank())
-    for written in ('"ranks": 2', '"zero_stage": 1'):
-        description = run.checkpoint_path(0, 4) / "checkpoint.json"
-        description.write_text(re.sub(rf"{written[:-1]}\d", written, description.read_text()))
-        with pytest.raises(UserError, match=r"written by 2 ranks in ZeRO stage \d and cannot be continued by 1 in"):
+    description = run.checkpoint_path(0, 4) / "checkpoint.json"
+    whole = description.read_text()
+    for here, written, said in (
+        ('"ranks": 1', '"ranks": 2', "by 2 ranks in ZeRO stage 0 and cannot be continued by 1 in stage 0"),
+        ('"zero_stage": 0', '"zero_stage": 3', "by 1 ranks in ZeRO stage 3 and cannot be continued by 1 in stage 0"),
+    ):
+        description.write_text(whole.replace(here, written))
+        with pytest.raises(UserError, match=said):
             load_checkpoint(run, 0, 4, engine, one_rank())
