@@ -118,6 +118,7 @@ def _set_up_patiently(machine: str, device_types: list[str], wanted: list[Entry]
     Raises:
         UserError: the server stayed busy.
     """
+    from prefect.deployments.runner import DeploymentApplyError
     from prefect.exceptions import PrefectHTTPStatusError
 
     deadline = time.monotonic() + SERVER_DEADLINE_S
@@ -125,8 +126,8 @@ def _set_up_patiently(machine: str, device_types: list[str], wanted: list[Entry]
         try:
             asyncio.run(set_up(machine, device_types, wanted))
             return
-        except PrefectHTTPStatusError as error:
-            if error.response.status_code != 503:
+        except (PrefectHTTPStatusError, DeploymentApplyError) as error:
+            if not _is_busy(error):
                 raise
             if time.monotonic() > deadline:
                 raise UserError(f"The Prefect server stayed busy for {SERVER_DEADLINE_S:.0f} s.") from None
@@ -168,28 +169,35 @@ async def _ensure_pool(client: "PrefectClient", pool: str, queue: str) -> None:
 
 async def _deploy(client: "PrefectClient", entry: Entry) -> None:
     """Create or update one deployment; the server matches it by flow and name."""
+    from prefect.client.schemas.actions import DeploymentUpdate
+    from prefect.types.entrypoint import EntrypointType
     from prefect.utilities.callables import parameter_schema
 
     assert entry.work_pool is not None
     module, _, function = entry.entrypoint.partition(":")
     flow: Any = vars(import_module(module))[function]
-    schema = parameter_schema(flow).model_dump(exclude_unset=True)
-    await client.create_deployment(
-        flow_id=await client.create_flow(flow),
-        name=entry.name,
-        # With a dot it is a module path, imported from the environment; with a colon Prefect would look for a file.
-        entrypoint=f"{module}.{function}",
+    deployment = await flow.ato_deployment(
+        entry.name,
+        entrypoint_type=EntrypointType.MODULE_PATH,  # imported from the environment: Prefect is to look for no file
         description=entry.description,
         tags=entry.tags,
         work_pool_name=entry.work_pool.name,
         work_queue_name=entry.work_pool.work_queue_name,
-        # A misspelt parameter is refused with its name when the run is asked for, not when a worker has started it.
-        parameter_openapi_schema={**schema, "additionalProperties": False},
-        enforce_parameter_schema=True,
-        pull_steps=[],
-        job_variables={},
         version=local_versions()["hexflow"],
+        version_type="prefect:simple",  # else each deployment asks git for more
     )
+    made = await deployment.aapply()
+    # A misspelt parameter is refused with its name when the run is asked for, not when a worker has started it.
+    closed = {**parameter_schema(flow).model_dump(exclude_unset=True), "additionalProperties": False}
+    await client.update_deployment(made, DeploymentUpdate(parameter_openapi_schema=closed))
+
+
+def _is_busy(error: Exception) -> bool:
+    """Whether the server said so, itself or as the cause of what Prefect raised."""
+    from prefect.exceptions import PrefectHTTPStatusError
+
+    said = error if isinstance(error, PrefectHTTPStatusError) else error.__cause__
+    return isinstance(said, PrefectHTTPStatusError) and said.response.status_code == 503
 
 
 def main() -> None:

@@ -16,6 +16,17 @@ from planners.workload.model import Model
 from planners.workload.step import Workload
 
 TINY = Model("tiny", 2, 64, 128, 4, 2, 16, 128, tied=True)
+SMOLLM2 = {
+    "model_type": "llama",
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "vocab_size": 49152,
+    "tie_word_embeddings": True,
+}
+"""Keys of the configuration of SmolLM2-135M that decide its sizes."""
 
 
 def profile_of(

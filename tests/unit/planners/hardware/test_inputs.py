@@ -19,6 +19,7 @@ from planners.workload.lengths import Histogram, Lengths, LogNormal, Samples, co
 from planners.workload.model import model_from_config, read_model
 from planners.workload.step import Workload
 from tests.support.places import REPOSITORY
+from tests.support.plan import SMOLLM2
 
 CLUSTERS = sorted((REPOSITORY / "deployments" / "clusters").glob("*.yaml"))
 MODELS = sorted((REPOSITORY / "deployments" / "models").iterdir())
@@ -191,17 +192,7 @@ def test_mixtures_of_experts_and_unknown_architectures_are_refused(tmp_path: Pat
 
 
 def test_tied_embeddings_count_once(tmp_path: Path) -> None:
-    config = {
-        "model_type": "llama",
-        "hidden_size": 576,
-        "intermediate_size": 1536,
-        "num_hidden_layers": 30,
-        "num_attention_heads": 9,
-        "num_key_value_heads": 3,
-        "vocab_size": 49152,
-        "tie_word_embeddings": True,
-    }
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "config.json").write_text(json.dumps(SMOLLM2))
     assert read_model(tmp_path).parameters == 134_515_008  # SmolLM2-135M as its model card counts
 
 

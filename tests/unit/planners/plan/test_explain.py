@@ -28,22 +28,12 @@ from tasks.config.files import load_experiment
 from tasks.planning import ClusterStudy
 from tasks.wishes import demand_for
 from tests.support.places import DEPLOYMENTS
-from tests.support.plan import cluster_of, plan_for
+from tests.support.plan import SMOLLM2, cluster_of, plan_for
 
 SEVEN = read_model(DEPLOYMENTS / "models" / "r1-distill-qwen-7b")
 PAPER = Demand(32, 16, 8, constant(250), LogNormal(mean=5000, q99=16000, cap=27648).lengths(), 28672, minibatches=4)
 SMALL = read_cluster(DEPLOYMENTS / "clusters" / "paper-h800-8-h20-16.yaml")
 PLAN = plan_for(SMALL, SEVEN, PAPER)
-SMOLLM2 = {
-    "model_type": "llama",
-    "hidden_size": 576,
-    "intermediate_size": 1536,
-    "num_hidden_layers": 30,
-    "num_attention_heads": 9,
-    "num_key_value_heads": 3,
-    "vocab_size": 49152,
-    "tie_word_embeddings": True,
-}
 
 
 def test_the_explanation_says_what_limits_and_what_helps() -> None:
