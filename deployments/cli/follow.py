@@ -1,12 +1,12 @@
 """Follows a flow run from the command line: live progress from the ledger, its end from the Prefect server."""
 
 import itertools
-import math
+import signal
 import statistics
 import time
-from collections.abc import Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from rich.console import Console, Group, RenderableType
@@ -21,8 +21,10 @@ from flows.running.context import SUPERVISOR_SILENCE_S
 from tasks.exchange.ledger.database import cause_of
 from tasks.exchange.ledger.fence import ACTIVE
 from tasks.exchange.ledger.rows import ActorRow, Progress, RunRow, SpanRow, StepRow
+from tasks.lifecycle.silence import Silence
 
 POLL_S = 1.0
+_LONGEST_GAP_S = 10.0
 PICKUP_DEADLINE_S = 180.0
 CANCEL_DEADLINE_S = 180.0
 LOST_AFTER_S = 3 * SUPERVISOR_SILENCE_S
@@ -61,7 +63,8 @@ class Books(Protocol):
 class View:
     """One look at the run; `run` is None until the flow has made it.
 
-    `steps` are the last ones, and `spans` the times since the first of these ended.
+    `steps` are the last ones, and `spans` the times since the first of these ended; `silent_s` is how long the
+    supervisor's beat has stood still before the eyes of who looks.
     """
 
     flow_state: str
@@ -70,6 +73,7 @@ class View:
     steps: Sequence[StepRow] = ()
     actors: Sequence[ActorRow] = ()
     spans: Sequence[SpanRow] = ()
+    silent_s: float = 0.0
 
 
 def look(books: Books, flow_run_id: str, flow_state: str, printed_step: int | None) -> View:
@@ -96,16 +100,16 @@ def ending(view: View) -> Json | None:
     One that was killed, as with the whole stack, has not said that it leaves, but is silent.
     """
     supervisor = supervisor_of(view)
-    if view.run is None or (supervisor is not None and supervisor.silent_s < SUPERVISOR_SILENCE_S):
+    if view.run is None or (supervisor is not None and view.silent_s < SUPERVISOR_SILENCE_S):
         return None
     if view.run.state != "running":
         message = "The Prefect server does not answer; the ledger has this."
         return {"type": view.run.state.upper(), "name": view.run.state.capitalize(), "message": message}
-    if supervisor is None or supervisor.silent_s < LOST_AFTER_S:
+    if supervisor is None or view.silent_s < LOST_AFTER_S:
         return None
     message = (
-        f"The stack seems to have ended: the Prefect server does not answer, and the run was last heard of "
-        f"{minutes(supervisor.silent_s)} ago. `hexflow up` starts it again."
+        f"The stack seems to have ended: the Prefect server does not answer, and the run has been silent for "
+        f"{minutes(view.silent_s)}. `hexflow up` starts it again."
     )
     return {"type": "CRASHED", "name": "Lost", "message": message}
 
@@ -115,9 +119,7 @@ def with_remedy(state: Json, view: View) -> Json:
     supervisor = supervisor_of(view)
     if state["type"] != "CRASHED" or view.run is None or view.run.state != "running" or supervisor is None:
         return state
-    left_s = math.ceil(SUPERVISOR_SILENCE_S - supervisor.silent_s)
-    when = f"in {left_s} s" if left_s > 0 else "now"
-    goes_on = f"Its actors may go on until `hexflow resume` takes over, which can be done {when}."
+    goes_on = "Its actors may go on until `hexflow resume` takes over."
     return {**state, "message": f"{state['message'].rstrip('.')}. {goes_on}"}
 
 
@@ -231,9 +233,17 @@ def _step_table(view: View) -> Table:
 
 
 class Follower:
-    """Shows one flow run until it ends; Ctrl-C cancels it, a second one leaves it to end by itself."""
+    """Shows one flow run until it ends; Ctrl-C or SIGTERM cancels it, a second one leaves it to end by itself."""
 
-    def __init__(self, api: PrefectApi, books: Books, flow_run_id: str, console: Console) -> None:
+    def __init__(
+        self,
+        api: PrefectApi,
+        books: Books,
+        flow_run_id: str,
+        console: Console,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`clock` is what the silence of a supervisor is measured by."""
         self._api = api
         self._books = books
         self._flow_run_id = flow_run_id
@@ -242,6 +252,7 @@ class Follower:
         self._started = self._answered = time.monotonic()
         self._state: Json = {"type": "SCHEDULED", "name": "Scheduled", "message": ""}
         self._view = View(self._state["name"])
+        self._silence = Silence(_LONGEST_GAP_S, clock)
         self._printed_step: int | None = None
         self._printed_line = ""
         self._attempts: dict[tuple[str, int], int] = {}
@@ -254,7 +265,7 @@ class Follower:
 
         A run that no worker picks up is cancelled, and comes back as CRASHED.
         """
-        with self._live or nullcontext():
+        with self._live or nullcontext(), _sigterm_as_ctrl_c():
             try:
                 return self._watch(None)
             except KeyboardInterrupt:
@@ -296,7 +307,10 @@ class Follower:
     def _look(self) -> View:
         """The run as the ledger has it now; while that cannot be read, as it was seen last."""
         try:
-            self._view = look(self._books, self._flow_run_id, self._state["name"], self._printed_step)
+            view = look(self._books, self._flow_run_id, self._state["name"], self._printed_step)
+            supervisor = supervisor_of(view)
+            silent_s = self._silence.look({row.attempt: row.serial for row in (supervisor,) if row})
+            self._view = replace(view, silent_s=max(silent_s.values(), default=0.0))
         except SQLAlchemyError as error:
             self._announce(f"The ledger cannot be read: {cause_of(error)}.")
         return self._view
@@ -355,3 +369,17 @@ class Follower:
         if line != self._printed_line:
             self._printed_line = line
             self._console.print(line, soft_wrap=True, markup=False)
+
+
+@contextmanager
+def _sigterm_as_ctrl_c() -> Iterator[None]:
+    """A command that is told to end cancels its run, too: left alone, that would go on and hold the devices."""
+
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -151,7 +151,7 @@ def runs() -> None:
 def train(experiment: ExperimentFile, overrides: Overrides = None) -> None:
     """Run an experiment and show its progress.
 
-    Starts the stack if needed. Ctrl-C cancels the run.
+    Starts the stack if needed. Ctrl-C or SIGTERM cancels the run.
 
     Exit status 0: completed; 1: failed, or lost from sight; 2: bad input, nothing was started; 130: cancelled.
     """

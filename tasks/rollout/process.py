@@ -85,7 +85,18 @@ async def serve(ledger: Ledger, scope: ActorScope, plan: ReplicaPlan, leaving: a
             {"hexflow.role": "replica", "hexflow.slot": str(actor.slot), "hexflow.attempt": str(actor.attempt)},
         )
         replica = Replica(
-            ReplicaParts(experiment, ledger, actor, run, answerer.engine, answerer, prompts, tracker, setup.concurrency)
+            ReplicaParts(
+                experiment,
+                ledger,
+                actor,
+                run,
+                answerer.engine,
+                answerer,
+                prompts,
+                tracker,
+                setup.concurrency,
+                scope.add_work,
+            )
         )
         scope.report("running")
         try:

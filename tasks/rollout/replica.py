@@ -8,7 +8,7 @@ out again.
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 
@@ -30,7 +30,10 @@ _log = logging.getLogger(__name__)
 
 @dataclass
 class ReplicaParts:
-    """What a replica works with; `concurrency` is the number of answers in flight that the plan allows."""
+    """What a replica works with.
+
+    `concurrency` is the number of answers in flight that the plan allows; `count_work` hears of every answer and load.
+    """
 
     experiment: Experiment
     ledger: Ledger
@@ -41,6 +44,7 @@ class ReplicaParts:
     prompts: PromptSource
     tracker: Tracker
     concurrency: int
+    count_work: Callable[[int], None]
 
 
 @dataclass
@@ -145,6 +149,7 @@ class Replica:
             ledger.drop_group(actor, lease.group_id, "aborted")
             return
         group = Group(lease.group_id, lease.prompt_index, prompt_ids, trajectories)
+        self._p.count_work(len(trajectories))
         if not group.usable:
             ledger.drop_group(actor, lease.group_id, "too_few_scored")
             return
@@ -202,6 +207,7 @@ class Replica:
             await asyncio.to_thread(ledger.set_loaded, actor, lineage, number)
         self._draining = False
         load_s = time.monotonic() - started
+        self._p.count_work(1)
         await asyncio.to_thread(ledger.record_span, actor, "load", load_s)
         await self._abort([lease.group_id for lease in self._in_flight.values() if self._is_late(lease, number)])
         self._track(number, load_s)

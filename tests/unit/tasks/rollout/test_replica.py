@@ -92,13 +92,21 @@ def experiment() -> Experiment:
     return parse_experiment({"workload": {"prompts_per_step": 2, "group_size": 2, "max_staleness": 1}}, "test")
 
 
-def make_replica(ledger: Ledger, experiment: Experiment, tmp_path: Path, engine: FakeEngine, text: FakeText) -> Replica:
+def make_replica(
+    ledger: Ledger,
+    experiment: Experiment,
+    tmp_path: Path,
+    engine: FakeEngine,
+    text: FakeText,
+    count_work: Callable[[int], None] = lambda amount: None,
+) -> Replica:
     actor = join(ledger, "replica", run_id=RUN)
     run = RunDirectory(tmp_path)
     run.create()
     answerer = Answerer(engine, text, text, Sampling(1.0, 4, text.stop_token_ids))
     tracker, prompts = Tracker.child(None, lambda: None, "replica", {}), cast(PromptSource, text)
-    return Replica(ReplicaParts(experiment, ledger, actor, run, engine, answerer, prompts, tracker, concurrency=8))
+    parts = ReplicaParts(experiment, ledger, actor, run, engine, answerer, prompts, tracker, 8, count_work)
+    return Replica(parts)
 
 
 async def until(condition: Callable[[], bool], what: str) -> None:
@@ -126,9 +134,11 @@ def test_it_stops_at_the_gate_and_goes_on_with_new_weights(
     ledger: Ledger, experiment: Experiment, tmp_path: Path
 ) -> None:
     async def scenario() -> None:
-        replica = make_replica(ledger, experiment, tmp_path, FakeEngine(), FakeText())
+        work: list[int] = []
+        replica = make_replica(ledger, experiment, tmp_path, FakeEngine(), FakeText(), work.append)
         running = asyncio.create_task(replica.run())
         await until(lambda: in_state(ledger, "scored") == 4, "four groups at version 0")
+        assert work == [2] * 4
         await asyncio.sleep(0.5)
         assert in_state(ledger, "scored") + in_state(ledger, "leased") == 4, "more were begun than the gate allows"
         trainer = join(ledger, "trainer", run_id=RUN)
@@ -137,6 +147,7 @@ def test_it_stops_at_the_gate_and_goes_on_with_new_weights(
         assert taken is not None
         publish(ledger, tmp_path, trainer, 0, 1)
         await until(lambda: in_state(ledger, "scored") == 4, "two more groups at version 1")
+        assert sum(work) >= 4 * 2 + 1 + 2 * 2, "answers and loads are the work that its beats count"
         replica.leave()
         await running
         group = load_group(RunDirectory(tmp_path).group_path(taken[0].group_id))
