@@ -1,4 +1,4 @@
-"""Flow `evaluate`: accuracy on the held-out questions, of the untrained model or of a run's weights."""
+"""Flow `evaluate`: accuracy on the evaluations' questions, of the untrained model or of a run's weights."""
 
 import json
 import sys
@@ -16,7 +16,7 @@ from flows.running.children import on_devices, run_until_it_ends
 from planners.errors import UserError
 from planners.hardware.machine import Machine
 from planners.plan.run import MachineShare
-from tasks.config.experiment import Experiment
+from tasks.config.experiment import LAPTOP, Experiment
 from tasks.config.settings import load_settings
 from tasks.exchange.layout import RunDirectory
 from tasks.exchange.ledger import Ledger
@@ -24,11 +24,11 @@ from tasks.exchange.weights import verify_weights
 
 
 @flow(name="evaluate", flow_run_name="evaluate-{experiment.run.name}", log_prints=True)
-def evaluate(experiment: Experiment = Experiment(), run: str | None = None) -> dict[str, Any]:
-    """Evaluate on the held-out questions, greedily and sampled.
+def evaluate(experiment: Experiment = LAPTOP, run: str | None = None) -> dict[str, Any]:
+    """Evaluate on the questions kept from training, greedily and sampled; returns the first evaluation's result.
 
     Args:
-        experiment: Model, data, prompt and reward; ignored where `run` names a run, which has its own.
+        experiment: Model, data, prompt, rewards and evaluations; ignored where `run` names a run, which has its own.
         run: Run whose newest weights are evaluated; empty: the experiment's model as it is.
     """
     settings = load_settings()
@@ -47,16 +47,19 @@ def evaluate(experiment: Experiment = Experiment(), run: str | None = None) -> d
             deadline_s = experiment.run.start_deadline_s + experiment.run.step_deadline_s
             run_until_it_ends(argv, share, "the evaluation", settings.local.logs / "evaluate.log", deadline_s)
         rewards = json.loads(out.read_text())
-    result = accuracy(run or experiment.model.source, rewards)
-    create_table_artifact([result], key="evaluation", description="Mean reward on the held-out questions.")
-    print(result)
-    return result
+    weights = run or experiment.model.source
+    first = experiment.evaluations[0].label
+    results = [accuracy(weights, name, result) for name, result in {first: rewards, **rewards["others"]}.items()]
+    create_table_artifact(results, key="evaluation", description="Mean reward on the questions of each evaluation.")
+    print(*results, sep="\n")
+    return results[0]
 
 
-def accuracy(weights: str, rewards: Mapping[str, Any]) -> dict[str, Any]:
-    """What is reported of an evaluation; `rewards` is `EvaluationResult` as JSON."""
+def accuracy(weights: str, name: str, rewards: Mapping[str, Any]) -> dict[str, Any]:
+    """What is reported of an evaluation; `rewards` is its `EvaluationResult` as JSON."""
     return {
         "weights": weights,
+        "evaluation": name,
         "greedy": fmean(rewards["greedy"]),
         "sampled": fmean([fmean(samples) for samples in rewards["sampled"]]),
         "questions": len(rewards["greedy"]),

@@ -14,14 +14,14 @@ from flows.running.readying import ready_and_measured
 from planners.errors import UserError
 from planners.plan.explain import cluster_map, gantt, memory_table
 from planners.plan.simulator import simulate
-from tasks.config.experiment import Experiment
+from tasks.config.experiment import LAPTOP, Experiment
 from tasks.config.settings import load_settings
 from tasks.planning import ClusterWish, study_cluster
 from tasks.tracking.tracker import Tracker
 
 
 @flow(name="plan", flow_run_name="plan-{experiment.run.name}", log_prints=True)
-def plan(experiment: Experiment = Experiment(), cluster: ClusterWish | None = None) -> dict[str, Any] | State[Any]:
+def plan(experiment: Experiment = LAPTOP, cluster: ClusterWish | None = None) -> dict[str, Any] | State[Any]:
     """Choose who generates and who trains, and predict how fast that is.
 
     Args:

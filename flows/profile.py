@@ -9,12 +9,12 @@ from flows.pages import show_profiles
 from flows.preparation import discover, measure_here, prepare_here
 from planners.errors import UserError
 from planners.hardware.profile import DeviceProfile
-from tasks.config.experiment import Experiment
+from tasks.config.experiment import LAPTOP, Experiment
 
 
 @flow(name="profile", flow_run_name="profile-{experiment.run.name}", log_prints=True)
 def profile(
-    experiment: Experiment = Experiment(), device_type: str | None = None, run: str | None = None
+    experiment: Experiment = LAPTOP, device_type: str | None = None, run: str | None = None
 ) -> dict[str, DeviceProfile] | State[Any]:
     """Measure generation, training, GEMM and memory rates of each device type for the experiment's model.
 

@@ -25,7 +25,7 @@ from planners.errors import UserError
 from planners.plan.plan import ClusterPlan
 from planners.plan.run import RunPlan
 from planners.search.this_machine import require_startable
-from tasks.config.experiment import Experiment
+from tasks.config.experiment import LAPTOP, Experiment
 from tasks.config.settings import Settings
 from tasks.exchange.files import write_atomic
 from tasks.machine.devices import hold_devices
@@ -40,7 +40,7 @@ _STATUS: dict[str, Status] = {"completed": "FINISHED", "failed": "FAILED", "canc
 
 
 @flow(name="rl", flow_run_name="rl-{experiment.run.name}", log_prints=True)
-def rl(experiment: Experiment = Experiment(), resume: str | None = None) -> dict[str, Any] | State[Any]:
+def rl(experiment: Experiment = LAPTOP, resume: str | None = None) -> dict[str, Any] | State[Any]:
     """Improve a language model by asynchronous reinforcement learning with verifiable rewards.
 
     Args:

@@ -15,18 +15,18 @@ from planners.hardware.profile import DeviceProfile
 from planners.workload.model import ELEMENT_BYTES, Model, read_model
 from tasks.config.experiment import Experiment
 from tasks.config.settings import Settings
-from tasks.data.prompts import PromptSource
+from tasks.data.chat import Chat
+from tasks.data.split import Questions
 from tasks.exchange.layout import RunDirectory
 from tasks.machine.devices import describe_holder
 from tasks.machine.memory import memory_bytes
 from tasks.models.prepare import load_tokenizer, prepare_model
 from tasks.profiling.profile import profile_device
+from tasks.rewards.python import check_functions
 from tasks.training.memory import checkpoint_bytes
 from tasks.wishes import check_type, usable_devices
 
 _GIB = 2**30
-_GENERATED_PROMPTS = 1000
-"""Generated questions are alike: so many show whether they fit."""
 LEAVING_S = 10.0
 """A run that ends gives its devices back within it."""
 
@@ -84,6 +84,7 @@ def make_ready(experiment: Experiment, machine: Machine, settings: Settings, run
     """
     usable = usable_devices(experiment, machine)
     require_places(settings)
+    check_functions(experiment.rewards)
     model_path = prepare_model(experiment.model, settings)
     model = read_model(model_path, ELEMENT_BYTES[experiment.model.dtype])
     _check_memory(experiment, usable, model)
@@ -116,11 +117,10 @@ def profile_machine(
 
 
 def _check_prompts(experiment: Experiment, model_path: Path) -> None:
-    """Encode what can be known: the held-out questions, and those of the whole file, or of the first step's start."""
-    prompts = PromptSource(experiment, load_tokenizer(model_path))
-    indices = range(prompts.epoch or min(experiment.workload.prompts_per_step, _GENERATED_PROMPTS))
-    for item in [*prompts.heldout(), *map(prompts.item, indices)]:
-        prompts.encode(item)
+    """Encode what can be known: the evaluations' questions, those of whole files, and the first of the generated."""
+    chat = Chat(experiment, load_tokenizer(model_path))
+    for item in Questions(experiment).known():
+        chat.encode(item)
 
 
 def _check_writable(directory: Path, variable: str) -> None:

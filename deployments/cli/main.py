@@ -266,10 +266,10 @@ def plan(
     which the other options belong.
     """
     from tasks.config.files import load_experiment
-    from tasks.data.prompts import check_task
+    from tasks.data.split import check_tasks
 
     resolved, settings, console = load_experiment(experiment, overrides), _settings(), _console()
-    check_task(resolved.data)
+    check_tasks(resolved.data)
     if cluster is None:
         chosen = mode is not PlanMode.JOINT or sync is not SyncChoice.STORAGE or what_if
         if chosen or (json, budget, target) != (None, None, None):

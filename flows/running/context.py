@@ -18,6 +18,7 @@ from tasks.lifecycle.silence import Silence
 from tasks.machine.discovery import discover_machine
 from tasks.machine.processes import is_gone
 from tasks.readiness import require_free_devices
+from tasks.rewards.python import keep_functions
 from tasks.training.checkpoints import WrittenBy, latest_checkpoint, latest_written_by
 
 SUPERVISOR_SILENCE_S = 20.0
@@ -81,6 +82,7 @@ def _begin_run(
     run_id = f"{experiment.run.name}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
     directory = RunDirectory(settings.shared.runs / run_id)
     directory.create()
+    experiment = experiment.model_copy(update={"rewards": keep_functions(experiment.rewards, directory.rewards)})
     write_json(directory.experiment, experiment.model_dump(mode="json"))
     workload, process = experiment.workload, this_process(machine.name)
     supervisor = ledger.begin_run(

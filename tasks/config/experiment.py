@@ -1,6 +1,6 @@
 """The experiment: one YAML file, one model, also the form in the Prefect UI.
 
-The defaults are the laptop run, so an empty form trains SmolLM2-135M on one-digit sums.
+The form begins as `LAPTOP`, so an empty one trains SmolLM2-135M on one-digit sums.
 """
 
 from typing import Any
@@ -9,9 +9,9 @@ from pydantic import Field, model_validator
 
 from planners.sections import Section
 from planners.workload.step import Workload
-from tasks.config.data import DataSection
+from tasks.config.data import DataSource, Evaluation, HeldOutEvaluation, ReasoningGymSource, SourceEvaluation, repeated
 from tasks.config.moved import moved_keys
-from tasks.config.rewards import RewardSection
+from tasks.config.rewards import TAKEN_NAMES, ReasoningGymReward, Reward, applies, can_score
 from tasks.config.rollout import RolloutSection
 from tasks.config.sections import (
     ClusterSection,
@@ -33,12 +33,23 @@ class Experiment(Section):
     """Everything that decides a run, except the hardware it finds."""
 
     model: ModelSection = Field(default=ModelSection(), description="Which language model is trained.")
-    data: DataSection = Field(default=DataSection(), description="Where questions come from.")
+    data: list[DataSource] = Field(
+        default=[ReasoningGymSource(parameters={"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1})],
+        min_length=1,
+        description="Where questions come from: sources, mixed by weight.",
+    )
     prompt: PromptSection = Field(default=PromptSection(), description="How a question becomes a prompt.")
-    reward: RewardSection = Field(default=RewardSection(), description="How an answer is scored.")
+    rewards: list[Reward] = Field(
+        default=[ReasoningGymReward()], min_length=1, description="What an answer is worth: rewards, summed by weight."
+    )
     sampling: SamplingSection = Field(default=SamplingSection(), description="How answers are drawn.")
     algorithm: Algorithm = Field(default=DecoupledPpo(), description="What answers teach: advantages and loss.")
     optimizer: OptimizerSection = Field(default=OptimizerSection(), description="How the weights are updated.")
+    evaluations: list[Evaluation] = Field(
+        default=[HeldOutEvaluation()],
+        min_length=1,
+        description="What the model is judged by before and after; results lead with the first.",
+    )
     workload: Workload = Field(default=Workload(), description="Sizes of a step and the staleness bound.")
     rollout: RolloutSection = Field(default=RolloutSection(), description="How replicas generate and take weights.")
     cluster: ClusterSection = Field(default=ClusterSection(), description="Which devices the run may use.")
@@ -84,13 +95,51 @@ class Experiment(Section):
                 f"optimizer.minibatches is {self.optimizer.minibatches}, above workload.prompts_per_step "
                 f"{self.workload.prompts_per_step}: each minibatch needs at least one group"
             )
-        if "{question}" not in self.prompt.template:
-            raise ValueError("prompt.template lacks the placeholder {question}")
-        if self.data.kind == "jsonl" and not self.data.path:
-            raise ValueError("data.kind is jsonl, but data.path is empty: name the file")
-        if self.reward.kind == "reasoning_gym" and self.data.kind != "reasoning_gym":
-            raise ValueError(
-                f"reward.kind reasoning_gym scores its own questions only, but data.kind is {self.data.kind}: "
-                "use math_verify or character_share"
-            )
+        self._check_names()
+        self._check_rewards()
         return self
+
+    @property
+    def sources(self) -> list[DataSource]:
+        """All sources of questions: those trained on, then those of evaluations."""
+        return [*self.data, *(e.source for e in self.evaluations if isinstance(e, SourceEvaluation))]
+
+    def _check_names(self) -> None:
+        for what, labels in (
+            ("sources", [source.label for source in self.sources]),
+            ("rewards", [reward.label for reward in self.rewards]),
+            ("evaluations", [evaluation.label for evaluation in self.evaluations]),
+        ):
+            if (twice := repeated(labels)) is not None:
+                raise ValueError(f"two {what} are called {twice}: give one another name")
+        if taken := [reward.label for reward in self.rewards if reward.label in TAKEN_NAMES]:
+            raise ValueError(f"the metric reward/{taken[0]} is another one's: give the reward {taken[0]} another name")
+
+    def _check_rewards(self) -> None:
+        """Every source is scored, by rewards that can score it."""
+        sources = {source.label: source for source in self.sources}
+        for reward in self.rewards:
+            for name in reward.sources or []:
+                if name not in sources:
+                    raise ValueError(
+                        f"the reward {reward.label} is for the source {name}, but the sources are {', '.join(sources)}"
+                    )
+                if not can_score(reward, sources[name].kind):
+                    raise ValueError(
+                        f"the reward {reward.label} scores questions of reasoning-gym only, but the source {name} is "
+                        f"of kind {sources[name].kind}: name other sources or use another reward"
+                    )
+        for name, source in sources.items():
+            if not any(applies(reward, name, source.kind) for reward in self.rewards):
+                raise ValueError(
+                    f"no reward scores the source {name} of kind {source.kind}; the reward reasoning_gym scores its "
+                    "own questions only: add one such as math_verify or character_share"
+                )
+
+
+LAPTOP = Experiment(
+    prompt=PromptSection(
+        template="<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n", prefill="Answer:", stop="<|im_end|>"
+    )
+)
+"""The run of deployments/experiments/laptop.yaml."""

@@ -16,6 +16,10 @@ _MOVED = {
     "algorithm.tokens_per_micro_batch": "`planner.micro_batch_tokens`",
     "algorithm.zero_stage": "`planner.zero_stage`",
     "rollout.concurrency": "`planner.concurrency`",
+    "data.heldout_size": "`evaluations: [{kind: held_out, size: …}]`",
+    "data.heldout_seed": "`evaluations: [{kind: held_out, seed: …}]`",
+    "run.evaluation_samples": "`evaluations: [{kind: held_out, samples: …}]`",
+    "reward.processes": "`rollout.scoring_processes`",
 }
 """What to write in place of a dotted key of before."""
 
@@ -26,6 +30,10 @@ def moved_keys(tree: Mapping[str, Any]) -> str | None:
     algorithm = tree.get("algorithm")
     if isinstance(algorithm, Mapping) and algorithm and "kind" not in algorithm:
         found.append("`algorithm` has kinds now, write `algorithm.kind: decoupled_ppo` for the one of before")
+    if isinstance(tree.get("data"), Mapping):
+        found.append("`data` is a list of sources now, write `data: [{kind: …}]`")
+    if "reward" in tree:
+        found.append("`reward` is a list now, write `rewards: [{kind: …}]`")
     return "; ".join(found) or None
 
 

@@ -15,6 +15,9 @@ class RolloutSection(Section):
         description="Answers in flight when weights change: `continue` under the new weights with versions kept per "
         "token, `restart` from nothing, or `drain` (finish first, then load).",
     )
+    scoring_processes: int = Field(
+        default=1, ge=1, le=256, description="Processes per replica that score answers, each one answer at a time."
+    )
     max_attempts_per_prompt: int = Field(
         default=3,
         ge=1,

@@ -28,12 +28,22 @@ class ModelSection(Section):
 class PromptSection(Section):
     """How a question becomes the text the model continues."""
 
-    template: str = Field(
-        default="<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n",
-        description="Text with the placeholder {question}.",
+    template: str | None = Field(
+        default=None,
+        description="Text with the placeholder {question}; empty: the chat template of the model's tokenizer, with the "
+        "question as the user's turn.",
     )
-    prefill: str = Field(default="Answer:", description="Start of the answer, given to the model.")
-    stop: str = Field(default="<|im_end|>", description="Token that ends an answer; it is trained on.")
+    prefill: str = Field(default="", description="Start of the answer, given to the model.")
+    stop: str | None = Field(
+        default=None, description="Token that ends an answer, which is trained on; empty: the tokenizer's own."
+    )
+
+    @field_validator("template")
+    @classmethod
+    def _has_a_place_for_the_question(cls, template: str | None) -> str | None:
+        if template is not None and "{question}" not in template:
+            raise ValueError("it lacks the placeholder {question}")
+        return template
 
 
 class ClusterSection(Section):
@@ -95,7 +105,6 @@ class RunSection(Section):
     checkpoint_every: int = Field(
         default=20, ge=1, description="Steps between checkpoints; the last step always has one."
     )
-    evaluation_samples: int = Field(default=2, ge=1, le=1000, description="Sampled answers per held-out question.")
     restarts: int = Field(default=3, ge=0, description="Restarts of dead replicas and trainers allowed in all.")
     heartbeat_deadline_s: float = Field(
         default=60.0,

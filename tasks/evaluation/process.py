@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Literal
 
 from tasks.config.experiment import Experiment
-from tasks.evaluation.heldout import EvaluationResult, evaluate
+from tasks.evaluation.examine import as_json, evaluate
 from tasks.exchange.files import write_atomic
 from tasks.machine.processes import apply_device_environment, die_with_parent
 from tasks.rollout.serving import AnsweringSetup, open_answerer
 
 
 def main() -> None:
-    """Evaluate on the held-out questions and write the rewards as JSON."""
+    """Evaluate on the questions of the experiment's evaluations and write the rewards as JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--experiment", required=True, help="the experiment as JSON")
     parser.add_argument("--model-path", required=True, type=Path, help="prepared model, for its tokenizer")
@@ -26,19 +26,15 @@ def main() -> None:
     apply_device_environment()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
     experiment = Experiment.model_validate_json(args.experiment)
-    result = asyncio.run(_evaluate(experiment, args.model_path, args.weights_path, args.kind))
-    write_atomic(args.out, result.as_json().encode())
+    text = asyncio.run(_evaluate(experiment, args.model_path, args.weights_path, args.kind))
+    write_atomic(args.out, text.encode())
 
 
-async def _evaluate(
-    experiment: Experiment, model_path: Path, weights_path: Path, kind: Literal["cuda", "cpu"]
-) -> EvaluationResult:
+async def _evaluate(experiment: Experiment, model_path: Path, weights_path: Path, kind: Literal["cuda", "cpu"]) -> str:
     concurrency = experiment.planner.concurrency or experiment.workload.group_size * 4
     setup = AnsweringSetup(model_path, weights_path, 0, 0, "evaluation", kind, concurrency, seed=experiment.run.seed)
-    async with open_answerer(experiment, setup) as (answerer, prompts):
-        items = prompts.heldout()
-        encoded = [prompts.encode(item) for item in items]
-        return await evaluate(answerer, items, encoded, experiment.run.evaluation_samples, concurrency)
+    async with open_answerer(experiment, setup) as (answerer, questions):
+        return as_json(await evaluate(answerer, questions.examinations, concurrency))
 
 
 if __name__ == "__main__":

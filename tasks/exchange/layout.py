@@ -51,6 +51,11 @@ class RunDirectory:
         return self.root / "checkpoints"
 
     @property
+    def rewards(self) -> Path:
+        """Directory of copies of the person's own reward functions."""
+        return self.root / "rewards"
+
+    @property
     def logs(self) -> Path:
         """Directory of the logs of processes."""
         return self.root / "logs"

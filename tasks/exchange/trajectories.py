@@ -26,7 +26,7 @@ from tasks.exchange.files import read_when_there, write_atomic
 from tasks.exchange.layout import RunDirectory, group_of
 
 MIN_SCORED = 2  # with a single reward a group has no spread to normalise by
-_FORMAT = "hexflow-group-2"
+_FORMAT = "hexflow-group-3"
 
 TokenIds = NDArray[np.int32]
 Logprobs = NDArray[np.float32]
@@ -107,10 +107,13 @@ class AnswerOutline:
     tokens: int
     trained_tokens: int
     versions: tuple[int, ...]
+    parts: tuple[float, ...]
 
     @classmethod
-    def of(cls, outcome: Outcome, reward: float, segments: Sequence[tuple[int, int, bool]]) -> "AnswerOutline":
-        """From the tokens, the version and the trainability of every segment."""
+    def of(
+        cls, outcome: Outcome, reward: float, parts: Sequence[float], segments: Sequence[tuple[int, int, bool]]
+    ) -> "AnswerOutline":
+        """From its rewards, and the tokens, the version and the trainability of every segment."""
         trained = [(tokens, version) for tokens, version, trainable in segments if trainable and tokens]
         return cls(
             outcome=outcome,
@@ -118,6 +121,7 @@ class AnswerOutline:
             tokens=sum(tokens for tokens, _, _ in segments),
             trained_tokens=sum(tokens for tokens, _ in trained),
             versions=tuple(version for _, version in trained),
+            parts=tuple(parts),
         )
 
     @property
@@ -138,6 +142,7 @@ class GroupOutline:
     group_id: int
     prompt_tokens: int
     trajectories: tuple[AnswerOutline, ...]
+    reward_names: tuple[str, ...]
 
     @property
     def trained(self) -> tuple[AnswerOutline, ...]:
@@ -152,11 +157,15 @@ class GroupOutline:
 
 @dataclass(frozen=True, slots=True)
 class Trajectory:
-    """One answer: its segments in order, how it ended, and its reward (nan exactly when it is masked)."""
+    """One answer: its segments in order, how it ended, and its reward (nan exactly when it is masked).
+
+    `parts` is what each of the group's rewards said, unweighted; nan where one was not asked, or failed.
+    """
 
     segments: tuple[Segment, ...]
     outcome: Outcome
     reward: float
+    parts: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         if self.masked and not math.isnan(self.reward):
@@ -188,30 +197,44 @@ class Trajectory:
     def outline(self) -> AnswerOutline:
         """The answer without its tokens."""
         sizes = [(len(segment.token_ids), segment.version, segment.trainable) for segment in self.segments]
-        return AnswerOutline.of(self.outcome, self.reward, sizes)
+        return AnswerOutline.of(self.outcome, self.reward, self.parts, sizes)
 
 
 @dataclass(frozen=True, slots=True, init=False, eq=False)
 class Group:
-    """The answers to one prompt: the unit of lease, staleness, consumption and drop."""
+    """The answers to one prompt: the unit of lease, staleness, consumption and drop.
+
+    `reward_names` are those of the parts of every answer's reward.
+    """
 
     group_id: int
     prompt_index: int
     prompt_ids: TokenIds
     trajectories: tuple[Trajectory, ...]
+    reward_names: tuple[str, ...]
 
     def __init__(
-        self, group_id: int, prompt_index: int, prompt_ids: ArrayLike, trajectories: tuple[Trajectory, ...]
+        self,
+        group_id: int,
+        prompt_index: int,
+        prompt_ids: ArrayLike,
+        trajectories: tuple[Trajectory, ...],
+        reward_names: tuple[str, ...] = (),
     ) -> None:
+        """Raises ValueError where an answer's reward does not have these parts."""
         object.__setattr__(self, "group_id", group_id)
         object.__setattr__(self, "prompt_index", prompt_index)
         object.__setattr__(self, "prompt_ids", _read_only(prompt_ids, np.int32))
         object.__setattr__(self, "trajectories", trajectories)
+        object.__setattr__(self, "reward_names", reward_names)
+        if any(len(trajectory.parts) != len(reward_names) for trajectory in trajectories):
+            raise ValueError(f"group {group_id} has answers whose rewards do not have the parts {reward_names}")
 
     def __eq__(self, other: object) -> bool:
         return (
             isinstance(other, Group)
-            and (self.group_id, self.prompt_index) == (other.group_id, other.prompt_index)
+            and (self.group_id, self.prompt_index, self.reward_names)
+            == (other.group_id, other.prompt_index, other.reward_names)
             and self.trajectories == other.trajectories
             and np.array_equal(self.prompt_ids, other.prompt_ids)
         )
@@ -235,11 +258,12 @@ class Group:
     def outline(self) -> GroupOutline:
         """The group without its tokens."""
         answers = tuple(trajectory.outline for trajectory in self.trajectories)
-        return GroupOutline(self.group_id, len(self.prompt_ids), answers)
+        return GroupOutline(self.group_id, len(self.prompt_ids), answers, self.reward_names)
 
     def with_answers(self, numbers: Iterable[int]) -> "Group":
         """The group with only these of its answers, by their numbers."""
-        return Group(self.group_id, self.prompt_index, self.prompt_ids, tuple(self.trajectories[n] for n in numbers))
+        kept = tuple(self.trajectories[number] for number in numbers)
+        return Group(self.group_id, self.prompt_index, self.prompt_ids, kept, self.reward_names)
 
     @property
     def newest_version(self) -> int:
@@ -260,8 +284,8 @@ def save_group(path: Path, group: Group) -> None:
     Tensors: prompt_ids [P]; token_ids and logprobs [T] over all S segments of all G answers in order; segment_start
     [S + 1], where each segment's tokens begin and the last one's end; segment_version, segment_replica and
     segment_trainable [S]; trajectory_start [G + 1], the number of each answer's first segment, and S;
-    trajectory_outcome and trajectory_reward [G]. Names of replicas and the keys of the group are in the file's
-    metadata. Readers pass over tensors that they do not know.
+    trajectory_outcome and trajectory_reward [G]; trajectory_parts [G, R]. Names of replicas and rewards and the keys of
+    the group are in the file's metadata. Readers pass over tensors that they do not know.
     """
     segments = [segment for trajectory in group.trajectories for segment in trajectory.segments]
     replicas = sorted({segment.replica for segment in segments})
@@ -276,12 +300,16 @@ def save_group(path: Path, group: Group) -> None:
         "trajectory_start": _offsets(len(trajectory.segments) for trajectory in group.trajectories),
         "trajectory_outcome": _integers(_OUTCOMES.index(trajectory.outcome) for trajectory in group.trajectories),
         "trajectory_reward": np.array([trajectory.reward for trajectory in group.trajectories], dtype=np.float64),
+        "trajectory_parts": np.array([t.parts for t in group.trajectories], dtype=np.float64).reshape(
+            len(group.trajectories), len(group.reward_names)
+        ),
     }
     metadata = {
         "format": _FORMAT,
         "group_id": str(group.group_id),
         "prompt_index": str(group.prompt_index),
         "replicas": json.dumps(replicas),
+        "rewards": json.dumps(group.reward_names),
     }
     write_atomic(path, save({name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}, metadata))
 
@@ -334,7 +362,8 @@ class StoredGroup:
     def _read(self, path: Path, numbers: Sequence[int]) -> Group:
         with path.open("rb") as file:
             answers = tuple(self._trajectory(file, number) for number in numbers)
-            return Group(self.outline.group_id, self.prompt_index, self.tokens["prompt_ids"].read(file), answers)
+            prompt_ids = self.tokens["prompt_ids"].read(file)
+            return Group(self.outline.group_id, self.prompt_index, prompt_ids, answers, self.outline.reward_names)
 
     def _trajectory(self, file: BinaryIO, number: int) -> Trajectory:
         columns, starts = self.columns, self.columns["segment_start"]
@@ -353,7 +382,7 @@ class StoredGroup:
             for k in range(first, end)
         )
         outline = self.outline.trajectories[number]
-        return Trajectory(segments, outline.outcome, outline.reward)
+        return Trajectory(segments, outline.outcome, outline.reward, outline.parts)
 
 
 def open_group(path: Path, deadline_s: float = 30.0) -> StoredGroup:
@@ -388,19 +417,23 @@ def _open(path: Path, deadline_s: float) -> StoredGroup:
         columns = {name: place.read(file).tolist() for name, place in places.items() if name not in _TOKENS}
     sizes = [end - start for start, end in pairwise(columns["segment_start"])]
     segments = list(zip(sizes, columns["segment_version"], columns["segment_trainable"], strict=True))
+    names = tuple(json.loads(metadata["rewards"]))
+    parts = columns["trajectory_parts"]
     answers = tuple(
-        AnswerOutline.of(_OUTCOMES[outcome], reward, segments[first:end])
-        for (first, end), outcome, reward in zip(
-            pairwise(columns["trajectory_start"]),
-            columns["trajectory_outcome"],
-            columns["trajectory_reward"],
-            strict=True,
+        AnswerOutline.of(_OUTCOMES[outcome], reward, parts[n * len(names) : (n + 1) * len(names)], segments[first:end])
+        for n, ((first, end), outcome, reward) in enumerate(
+            zip(
+                pairwise(columns["trajectory_start"]),
+                columns["trajectory_outcome"],
+                columns["trajectory_reward"],
+                strict=True,
+            )
         )
     )
     return StoredGroup(
         path=path,
         deadline_s=deadline_s,
-        outline=GroupOutline(int(metadata["group_id"]), places["prompt_ids"].size, answers),
+        outline=GroupOutline(int(metadata["group_id"]), places["prompt_ids"].size, answers, names),
         prompt_index=int(metadata["prompt_index"]),
         replicas=tuple(json.loads(metadata["replicas"])),
         columns=columns,

@@ -36,6 +36,8 @@ SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCaus
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 PICKLE_PATTERNS = ("*.bin", "*.pt", "*.pth", "*.pkl", "*.pickle", "*.ckpt")
 TINY_EMBEDDING_STD = 0.075
+_TINY_CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+"""Says only what is said: any experiment can be tried on the model first."""
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 GGUF_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
@@ -390,7 +392,9 @@ def _byte_tokenizer() -> Any:
     tokenizer = Tokenizer(models.BPE(vocab={token: number for number, token in enumerate(tokens)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", chat_template=_TINY_CHAT_TEMPLATE
+    )
 
 
 SHIPPED_MODELS = {
@@ -403,7 +407,7 @@ SHIPPED_MODELS = {
     ),
     "tiny-random": ShippedModel(
         write=_write_tiny_random,
-        recipe=2,
+        recipe=3,
         packages=("tokenizers", "transformers", "torch"),
         disk_bytes=20 * 2**20,
         memory_bytes=700 * 2**20,

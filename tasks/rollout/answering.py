@@ -1,68 +1,47 @@
-"""From a prompt to scored answers: generation, decoding and scoring of one answer or one whole group."""
+"""From a question to trajectories: an environment under an engine's sampling, once or for a whole group."""
 
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
-from tasks.data.prompts import Item
-from tasks.exchange.trajectories import Outcome, Trajectory
+from tasks.data.item import Item
+from tasks.environments.base import Aborted, Environment
+from tasks.exchange.trajectories import Trajectory
 from tasks.rollout.engine import Answer, Engine, Sampling
-
-
-class Decoder(Protocol):
-    """What answering needs of a tokenizer."""
-
-    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
-        """Text of these tokens."""
-
-
-class Scorer(Protocol):
-    """What answering needs of a scoring pool."""
-
-    async def score(self, item: Item, answer_text: str) -> tuple[Outcome, float]:
-        """Outcome and reward of one answer; the reward is NaN unless it was scored."""
 
 
 @dataclass(frozen=True)
 class Answerer:
-    """Generates answers and has them scored."""
+    """Lets the engine's policy act in the environment."""
 
     engine: Engine
-    decoder: Decoder
-    scorer: Scorer
+    environment: Environment
     sampling: Sampling
 
-    async def answer_group(
-        self, name: str, item: Item, prompt_ids: Sequence[int], group_size: int
-    ) -> tuple[Trajectory, ...] | None:
-        """`group_size` scored answers to one prompt, or None if any of them was aborted.
+    async def answer_group(self, name: str, item: Item, group_size: int) -> tuple[Trajectory, ...] | None:
+        """`group_size` trajectories of one question, or None if any of them was aborted.
 
         Args:
             name: unique among the groups in flight; request ids are made from it.
         """
-        request_ids = [f"{name}-{number}" for number in range(group_size)]
-        answers = await asyncio.gather(
-            *(self.engine.generate(request_id, prompt_ids, self.sampling) for request_id in request_ids)
-        )
-        if any(answer.finish_reason == "aborted" for answer in answers):
-            return None
-        return tuple(await asyncio.gather(*(self._score(item, answer) for answer in answers)))
+        runs = [self._run(f"{name}-{number}", item, self.sampling) for number in range(group_size)]
+        # All are waited for: one that is scored while the group is given up would outlive it.
+        results = await asyncio.gather(*runs, return_exceptions=True)
+        for result in results:
+            if isinstance(result, BaseException) and not isinstance(result, Aborted):
+                raise result
+        trajectories = tuple(result for result in results if isinstance(result, Trajectory))
+        return trajectories if len(trajectories) == group_size else None
 
-    async def answer_once(
-        self, name: str, item: Item, prompt_ids: Sequence[int], temperature: float
-    ) -> tuple[Outcome, float]:
-        """Outcome and reward of one answer at `temperature`; the reward is NaN unless it was scored."""
-        answer = await self.engine.generate(name, prompt_ids, replace(self.sampling, temperature=temperature))
-        return await self.scorer.score(item, self._text(answer))
+    async def answer_once(self, name: str, item: Item, temperature: float) -> Trajectory:
+        """One trajectory at `temperature`."""
+        return await self._run(name, item, replace(self.sampling, temperature=temperature))
 
-    async def _score(self, item: Item, answer: Answer) -> Trajectory:
-        outcome, reward = await self.scorer.score(item, self._text(answer))
-        if outcome is Outcome.SCORED and answer.finish_reason == "length":
-            outcome = Outcome.TRUNCATED
-        return Trajectory(answer.segments, outcome, reward)
+    async def _run(self, request_id: str, item: Item, sampling: Sampling) -> Trajectory:
+        async def generate(token_ids: Sequence[int]) -> Answer:
+            answer = await self.engine.generate(request_id, token_ids, sampling)
+            if answer.finish_reason == "aborted":
+                raise Aborted(request_id)
+            return answer
 
-    def _text(self, answer: Answer) -> str:
-        """The answer as text, without the stop token that ended it."""
-        token_ids = answer.token_ids[:-1] if answer.finish_reason == "stop" else answer.token_ids
-        return self.decoder.decode(token_ids.tolist(), skip_special_tokens=True)
+        return await self.environment.run(item, generate)

@@ -75,7 +75,7 @@ async def serve(ledger: Ledger, scope: ActorScope, plan: ReplicaPlan, leaving: a
         concurrency=plan.concurrency,
         seed=experiment.run.seed + 1000 * actor.slot + actor.attempt,
     )
-    async with open_answerer(experiment, setup) as (answerer, prompts):
+    async with open_answerer(experiment, setup) as (answerer, questions):
         if (lineage, number) != (0, 0):
             await asyncio.to_thread(ledger.set_loaded, actor, lineage, number)
         tracker = Tracker.child(
@@ -92,7 +92,7 @@ async def serve(ledger: Ledger, scope: ActorScope, plan: ReplicaPlan, leaving: a
                 run,
                 answerer.engine,
                 answerer,
-                prompts,
+                questions,
                 tracker,
                 setup.concurrency,
                 scope.add_work,

@@ -14,8 +14,8 @@ from statistics import fmean
 
 from planners.errors import UserError
 from tasks.config.experiment import Experiment
-from tasks.data.prompts import PromptSource
-from tasks.evaluation.heldout import evaluate
+from tasks.data.split import Questions
+from tasks.evaluation.examine import as_json, evaluate
 from tasks.exchange.layout import RunDirectory
 from tasks.exchange.ledger import Actor, Lease, Ledger
 from tasks.exchange.trajectories import Group, Trajectory, save_group
@@ -41,7 +41,7 @@ class ReplicaParts:
     run: RunDirectory
     engine: Engine
     answerer: Answerer
-    prompts: PromptSource
+    questions: Questions
     tracker: Tracker
     concurrency: int
     count_work: Callable[[int], None]
@@ -127,17 +127,19 @@ class Replica:
         self._in_flight[lease.group_id] = lease
 
     async def _answer(self, lease: Lease) -> None:
-        item = self._p.prompts.item(lease.prompt_index)
-        try:
-            prompt_ids = self._p.prompts.encode(item)
-        except UserError as error:
-            _log.warning("%s", error)
-            await asyncio.to_thread(self._p.ledger.drop_group, self._p.actor, lease.group_id, "prompt_too_long")
-        else:
-            trajectories = await self._p.answerer.answer_group(
-                _name(lease.group_id), item, prompt_ids, self._workload.group_size
-            )
-            await asyncio.to_thread(self._hand_over, lease, prompt_ids, trajectories)
+        ledger, actor = self._p.ledger, self._p.actor
+        item = self._p.questions.item(lease.prompt_index)
+        if await asyncio.to_thread(ledger.name_question, actor, lease.group_id, item.key):
+            try:
+                prompt_ids = self._p.answerer.environment.prompt(item)
+            except UserError as error:
+                _log.warning("%s", error)
+                await asyncio.to_thread(ledger.drop_group, actor, lease.group_id, "prompt_too_long")
+            else:
+                trajectories = await self._p.answerer.answer_group(
+                    _name(lease.group_id), item, self._workload.group_size
+                )
+                await asyncio.to_thread(self._hand_over, lease, prompt_ids, trajectories)
         del self._in_flight[lease.group_id]
         if not self._in_flight:
             self._mark_idle()
@@ -148,7 +150,8 @@ class Replica:
         if trajectories is None:
             ledger.drop_group(actor, lease.group_id, "aborted")
             return
-        group = Group(lease.group_id, lease.prompt_index, prompt_ids, trajectories)
+        names = self._p.answerer.environment.reward_names
+        group = Group(lease.group_id, lease.prompt_index, prompt_ids, trajectories, names)
         self._p.count_work(len(trajectories))
         if not group.usable:
             ledger.drop_group(actor, lease.group_id, "too_few_scored")
@@ -223,15 +226,8 @@ class Replica:
             if request is None:
                 return False
             _log.info("evaluating version %d (%s)", request.version, request.purpose)
-            items = self._p.prompts.heldout()
-            result = await evaluate(
-                self._p.answerer,
-                items,
-                [self._p.prompts.encode(item) for item in items],
-                self._p.experiment.run.evaluation_samples,
-                self._p.concurrency,
-            )
-            await asyncio.to_thread(self._p.ledger.record_evaluation, self._p.actor, request.purpose, result.as_json())
+            result = await evaluate(self._p.answerer, self._p.questions.examinations, self._p.concurrency)
+            await asyncio.to_thread(self._p.ledger.record_evaluation, self._p.actor, request.purpose, as_json(result))
         # The time went into the evaluation, not into waiting for the trainer.
         self._activity.idle_since = time.monotonic() if not self._in_flight else None
         return True

@@ -1,4 +1,4 @@
-"""Everything that answers prompts, opened together and ended together: engine, scoring processes, prompts."""
+"""Everything that answers prompts, opened together and ended together: engine, scoring processes, questions."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -8,7 +8,9 @@ from typing import Literal
 
 from tasks.config.experiment import Experiment
 from tasks.config.settings import load_settings
-from tasks.data.prompts import PromptSource
+from tasks.data.chat import Chat
+from tasks.data.split import Questions
+from tasks.environments.single_turn import SingleTurn
 from tasks.models.prepare import load_tokenizer
 from tasks.rewards.pool import ScoringPool
 from tasks.rollout.answering import Answerer
@@ -34,10 +36,11 @@ class AnsweringSetup:
 
 
 @asynccontextmanager
-async def open_answerer(experiment: Experiment, setup: AnsweringSetup) -> AsyncIterator[tuple[Answerer, PromptSource]]:
-    """An answerer under the experiment's sampling and reward, and the prompts it is asked."""
+async def open_answerer(experiment: Experiment, setup: AnsweringSetup) -> AsyncIterator[tuple[Answerer, Questions]]:
+    """An answerer under the experiment's sampling and rewards, and the questions it is asked."""
+    questions = Questions(experiment)
     tokenizer = load_tokenizer(setup.model_path)
-    prompts = PromptSource(experiment, tokenizer)
+    chat = Chat(experiment, tokenizer)
     engine = await VllmEngine.start(
         setup.weights_path,
         replica=setup.replica,
@@ -51,12 +54,12 @@ async def open_answerer(experiment: Experiment, setup: AnsweringSetup) -> AsyncI
         seed=setup.seed,
     )
     try:
-        scoring = ScoringPool(experiment.reward, experiment.data)
+        scoring = ScoringPool(experiment.rewards, experiment.sources, experiment.rollout.scoring_processes)
         try:
             sampling = Sampling(
-                experiment.sampling.temperature, experiment.workload.max_new_tokens, prompts.stop_token_ids
+                experiment.sampling.temperature, experiment.workload.max_new_tokens, chat.stop_token_ids
             )
-            yield Answerer(engine, tokenizer, scoring, sampling), prompts
+            yield Answerer(engine, SingleTurn(chat, tokenizer, scoring), sampling), questions
         finally:
             await scoring.close()
     finally:

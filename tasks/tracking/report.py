@@ -53,7 +53,8 @@ def summarise(
 ) -> dict[str, Any]:
     """The figures of a run by name.
 
-    Accuracies are mean rewards over the held-out items: sampled unless named greedy; `eval_ci95` is the 95 % interval
+    Accuracies are mean rewards over the first evaluation's items: sampled unless named greedy; those of other
+    evaluations are in `eval_others`, by name; `eval_ci95` is the 95 % interval
     of after − before, paired by item; `eval_unscored` counts the answers that could not be scored and so count 0.
     `step_s_measured` is the median time from the end of one step to the end of the next, and `tokens_per_s` the
     response tokens of a mean step over that time. Beside each time of a step that the plan predicts stands the measured
@@ -187,6 +188,16 @@ def _evaluation_figures(evaluations: Mapping[str, EvaluationRow]) -> dict[str, A
     counts = [sum(row.result.get("unscored", {}).values()) for row in evaluations.values() if row.result is not None]
     figures["eval_unscored"] = sum(counts) if counts else None
     figures["eval_items"] = len(sampled["before"]) if "before" in sampled else None
+    figures["eval_others"] = _other_evaluations(evaluations)
+    return figures
+
+
+def _other_evaluations(evaluations: Mapping[str, EvaluationRow]) -> dict[str, dict[str, float]]:
+    """Sampled accuracy before and after on all evaluations but the first, by their names."""
+    figures: dict[str, dict[str, float]] = {}
+    for purpose, row in evaluations.items():
+        for name, result in (row.result or {}).get("others", {}).items():
+            figures.setdefault(name, {})[purpose] = fmean([fmean(rewards) for rewards in result["sampled"]])
     return figures
 
 

@@ -173,6 +173,7 @@ def batch_metrics(rows: Sequence[GroupRow], groups: Sequence[GroupOutline], step
     return {
         "reward/mean": mean,
         "reward/std": math.sqrt(math.fsum((reward - mean) ** 2 for reward in rewards) / len(rewards)),
+        **_reward_parts(groups),
         "reward/zero_variance_groups": float(sum(len({a.reward for a in group.trained}) <= 1 for group in groups)),
         "reward/masked_share": 1 - len(trained) / len(answers),
         "response/tokens_mean": sum(tokens) / len(tokens),
@@ -181,6 +182,16 @@ def batch_metrics(rows: Sequence[GroupRow], groups: Sequence[GroupOutline], step
         "staleness/mean": sum(staleness) / len(staleness),
         "staleness/max": float(max(staleness)),
     }
+
+
+def _reward_parts(groups: Sequence[GroupOutline]) -> dict[str, float]:
+    """What each reward said in the mean, unweighted, over the trained answers that it was asked about."""
+    said: dict[str, list[float]] = {}
+    for group in groups:
+        for number, name in enumerate(group.reward_names):
+            parts = [answer.parts[number] for answer in group.trained]
+            said.setdefault(f"reward/{name}", []).extend(part for part in parts if not math.isnan(part))
+    return {name: math.fsum(parts) / len(parts) for name, parts in said.items() if parts}
 
 
 @dataclass

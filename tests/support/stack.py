@@ -33,12 +33,12 @@ def runs(process: psutil.Process) -> bool:
         return False
 
 
-def hexflow(*arguments: str) -> subprocess.CompletedProcess[str]:
+def hexflow(*arguments: str, timeout_s: float = 240) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "deployments.cli.main", *arguments],
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=timeout_s,
         check=False,
         # As a script starts what it puts into the background; all processes of the stack inherit it.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),

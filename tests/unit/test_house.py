@@ -12,7 +12,7 @@ import pytest
 from pydantic import BaseModel
 
 from planners.errors import UserError
-from tasks.config.experiment import Experiment
+from tasks.config.experiment import LAPTOP, Experiment
 from tasks.config.files import load_experiment
 from tests.support.places import REPOSITORY
 
@@ -150,7 +150,7 @@ def test_shipped_experiments_load(path: Path) -> None:
 
 def test_laptop_experiment_is_the_default() -> None:
     """An empty form in the Prefect UI is the laptop run, as the experiment model says."""
-    assert load_experiment(REPOSITORY / "deployments" / "experiments" / "laptop.yaml") == Experiment()
+    assert load_experiment(REPOSITORY / "deployments" / "experiments" / "laptop.yaml") == LAPTOP
 
 
 def test_a_misspelt_key_of_a_shipped_experiment_is_named() -> None:

@@ -33,7 +33,8 @@ def tiny(*overrides: str) -> Experiment:
 
 def rows_experiment(path: Path, questions: list[str]) -> Experiment:
     path.write_text("\n".join(json.dumps({"question": text, "answer": "a"}) for text in questions))
-    return tiny("data.kind=jsonl", f"data.path={path}", "data.heldout_size=4", "workload.max_prompt_tokens=8")
+    file = f"data.0={{kind: jsonl, path: {path}}}"
+    return tiny(file, "evaluations.0.size=4", "workload.max_prompt_tokens=8")
 
 
 def test_the_tiny_experiment_is_ready(settings: Settings) -> None:
@@ -46,8 +47,16 @@ def test_every_row_of_a_file_is_checked(settings: Settings, tmp_path: Path) -> N
     make_ready(rows_experiment(tmp_path / "rows.jsonl", questions), discover_machine(), settings)
     for number in (500, 550):  # in training or held out, whichever the seed chose
         spoilt = [text if n != number else "far too long" for n, text in enumerate(questions)]
-        with pytest.raises(UserError, match=f"'far too long' in line {number + 1} of data.path has 12 tokens"):
+        with pytest.raises(UserError, match=f"'far too long' in line {number + 1} of rows has 12 tokens"):
             make_ready(rows_experiment(tmp_path / "rows.jsonl", spoilt), discover_machine(), settings)
+
+
+def test_a_reward_of_ones_own_that_cannot_be_used_is_refused(settings: Settings, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def score(answer): return 1.0")
+    with pytest.raises(UserError, match=r"score in .*mine\.py is called with prompt, answer and item"):
+        make_ready(
+            tiny(f"rewards.1={{kind: python, function: {tmp_path}/mine.py:score}}"), discover_machine(), settings
+        )
 
 
 @pytest.mark.parametrize(("place", "variable"), [("home", "HEXFLOW_HOME"), ("runs", "HEXFLOW_RUNS")])

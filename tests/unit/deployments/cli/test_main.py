@@ -123,7 +123,10 @@ def test_how_to_continue_a_cancelled_run_is_said_once(
         (["resume", "none-1"], "no run none-1"),
         (["resume", "broken-1"], "the experiment of the run, cannot be read"),
         (["resume", "lost-1"], "The ledger does not know run lost-1"),
-        (["plan", "good.yaml", "data.task=chain_sums", "--cluster", LAPTOP], "did you mean 'chain_sum'"),
+        (
+            ["plan", "good.yaml", "data.0={kind: reasoning_gym, task: chain_sums}", "--cluster", LAPTOP],
+            "did you mean 'chain_sum'",
+        ),
         (["plan", "good.yaml", "--cluster", ""], "--cluster names no file"),
         (["plan", "good.yaml", "--cluster", LAPTOP, "--json", "."], "is a directory: name a file"),
         (["plan", "good.yaml", "--cluster", LAPTOP, "--json", "/proc/plan.json"], "cannot be written"),

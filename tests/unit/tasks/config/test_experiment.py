@@ -6,13 +6,19 @@ from typing import get_args
 
 import pytest
 import yaml
+from pydantic import BaseModel
 
 from planners.errors import UserError
+from tasks.config.data import DataSource, Evaluation, JsonlSource
 from tasks.config.experiment import Experiment
 from tasks.config.files import load_experiment, read_resolved_experiment
+from tasks.config.rewards import PythonReward, Reward
 from tests.support.places import EXPERIMENTS
 
 TINY = EXPERIMENTS / "tiny.yaml"
+KINDS_OF_DATA, KINDS_OF_REWARD, KINDS_OF_EVALUATION = (
+    get_args(get_args(union)[0]) for union in (DataSource, Reward, Evaluation)
+)
 
 
 def test_overrides_change_single_values() -> None:
@@ -33,9 +39,29 @@ def test_overrides_change_single_values() -> None:
         ("workload.group_size=1", "advantages are normalised within a group: set it to 2 or more"),
         ("workload.max_new_tokens=5000", "above model.max_context 512"),
         ("optimizer.minibatches=9", "each minibatch needs at least one group"),
-        ("reward.kind=reasoning_gym", "scores its own questions only"),
-        ("data.kind=jsonl", "data.path is empty"),
-        ("prompt.template=hello", r"lacks the placeholder \{question\}"),
+        (
+            "rewards.0.kind=reasoning_gym",
+            "no reward scores the source toy of kind toy; .* scores its own questions only",
+        ),
+        ("rewards.1={kind: reasoning_gym, sources: [toy]}", "the source toy is of kind toy: name other sources"),
+        ("rewards.0.sources=[tiy]", "character_share is for the source tiy, but the sources are toy"),
+        ("rewards.1.kind=character_share", "two rewards are called character_share: give one another name"),
+        ("rewards.0.name=mean", "the metric reward/mean is another one's: give the reward mean another name"),
+        ("rewards.1={kind: python, function: mine.py}", "is not of the form file.py:function or module:function"),
+        ("rewards.1.kind=python", r"'rewards.1.function' is missing"),
+        ("rewards.0.function=a.py:f", "'rewards.0.function' is a key of kind python, but the kind is character_share"),
+        ("rewards.0.sha256=", "'rewards.0.sha256' is a key of kind python"),
+        ("data.0.kind=jsonl", "'data.0.path' is missing"),
+        ("data.0.kind=jsnl", "expected tags: 'reasoning_gym', 'jsonl', 'toy'"),
+        ("data.0.wieght=2", r"unknown key 'data.0.wieght' \(did you mean 'weight'\?\)"),
+        ("data.0.weight=0", "greater than 0"),
+        ("data.1.kind=toy", "two sources are called toy: give one another name"),
+        ("data.2.kind=toy", "has '2' where a list of 1 stands: name one by its number from 0, .* or the next by 1"),
+        ("data.path=rows.jsonl", "has 'path' where a list of 1 stands: .* as in data.0.weight=2"),
+        ("evaluations.0.source.kind=toy", "'evaluations.0.source' is a key of kind source, but the kind is held_out"),
+        ("evaluations.1={kind: source, source: {kind: toy}}", "two sources are called toy"),
+        ("evaluations.1={kind: source, source: {kind: jsonl}}", r"'evaluations.1.source.path' is missing"),
+        ("prompt.template=hello", r"'prompt.template': it lacks the placeholder \{question\}"),
         ("lr=1", "not of the form section.key=value"),
         ("run.steps.deep=1", "'steps', which holds a plain value"),
         ("run.name=[", "not valid YAML"),
@@ -62,18 +88,21 @@ def test_overrides_change_single_values() -> None:
         ("cluster.device_types=[]", "at least 1 item"),
         ("workload.reward_s=1e300", "less than or equal to 86400"),
         ("run.seed=99999999999999999999", "'run.seed' is 9+: input should be less than or equal to 2147483647"),
-        ("data.heldout_seed=4294967296", "less than or equal to 2147483647"),
+        ("evaluations.0.seed=4294967296", "less than or equal to 2147483647"),
         ("run.steps=99999999999999", "'run.steps' is 9+: input should be less than or equal to 1000000"),
-        ("run.evaluation_samples=100000", "less than or equal to 1000"),
+        ("evaluations.0.samples=100000", "less than or equal to 1000"),
         ("run.heartbeat_deadline_s=0.001", "greater than or equal to 5"),
-        ("reward.processes=100000", "'reward.processes' is 100000: input should be less than or equal to 256"),
+        ("rollout.scoring_processes=100000", "is 100000: input should be less than or equal to 256"),
         ("tracking.tags={mlflow.runName: x}", "'tracking.tags': the tag mlflow.runName has a reserved name"),
         ("tracking.tags={hexflow.run: x}", "reserved name"),
-        ("data.task=nope", "task is for kind reasoning_gym, but kind is toy: leave it out or change the kind"),
-        ("data.parameters={min_terms: 3}", "parameters is for kind reasoning_gym, but kind is toy"),
-        ("data.path=some.jsonl", "path is for kind jsonl, but kind is toy"),
         ("algorithm.clip=-1", r"'algorithm.clip' is -1: input should be greater than 0"),
         ("algorithm.kind=reinforce", r"'algorithm' is .*'reinforce' .* expected tags: 'decoupled_ppo', 'cispo'"),
+        (
+            "data.0.task=chain_sum",  # even at its default
+            "'data.0.task' is a key of kind reasoning_gym, but the kind is toy: leave it out or change the kind",
+        ),
+        ("data.0.parameters={}", "'data.0.parameters' is a key of kind reasoning_gym, but the kind is toy"),
+        ("data.0.path=some.jsonl", "'data.0.path' is a key of kind jsonl, but the kind is toy"),
         ("workload.response_lengths={mean: 3}", "'workload.response_lengths' lacks the key 'kind'"),
         ("workload.response_lengths={kind: log-normal, mean: .inf, q99: 1, cap: 1}", r"response_lengths.mean' is inf"),
     ],
@@ -139,14 +168,51 @@ def test_relative_paths_start_where_they_are_written(tmp_path: Path, monkeypatch
     monkeypatch.setenv("HOME", str(tmp_path))
     written = tmp_path / "file" / "mine.yaml"
     written.write_text(
-        "model: {source: model}\ndata: {kind: jsonl, path: questions.jsonl}\nreward: {kind: math_verify}\n"
+        "model: {source: model}\ndata: [{kind: toy}, {kind: jsonl, path: questions.jsonl}]\n"
+        "evaluations: [{kind: source, source: {kind: jsonl, path: exam.jsonl}}]\n"
+        "rewards: [{kind: math_verify}, {kind: python, function: 'mine.py:one'}, {kind: python, function: 'a.b:two'}]\n"
     )
     experiment = load_experiment(written)
     assert experiment.model.source == str(tmp_path / "file" / "model")
-    assert experiment.data.path == str(tmp_path / "file" / "questions.jsonl")
-    experiment = load_experiment(written, ["data.path=~/questions.jsonl", "model.source=model"])
+    assert paths_of(experiment) == [
+        str(tmp_path / "file" / "questions.jsonl"),
+        str(tmp_path / "file" / "exam.jsonl"),
+        str(tmp_path / "file" / "mine.py:one"),
+        str(tmp_path / "file" / "a" / "b.py:two"),
+    ]
+    overrides = [
+        "data.1.path=~/questions.jsonl",
+        "model.source=model",
+        "evaluations.0.source={kind: jsonl, path: e.jsonl}",
+    ]
+    overrides += ["rewards.1.function=own:one", "rewards.2={kind: python, function: ~/own.py:two}"]
+    experiment = load_experiment(written, overrides)
     assert experiment.model.source == str(tmp_path / "here" / "model")
-    assert experiment.data.path == str(tmp_path / "questions.jsonl")
+    assert paths_of(experiment) == [
+        str(tmp_path / "questions.jsonl"),
+        str(tmp_path / "here" / "e.jsonl"),
+        str(tmp_path / "here" / "own.py:one"),
+        str(tmp_path / "own.py:two"),
+    ]
+
+
+def paths_of(experiment: Experiment) -> list[str]:
+    files = [source.path for source in experiment.sources if isinstance(source, JsonlSource)]
+    return files + [reward.function for reward in experiment.rewards if isinstance(reward, PythonReward)]
+
+
+def test_overrides_reach_into_lists() -> None:
+    overrides = ["data.0.weight=3", "data.1.kind=jsonl", "data.1.path=/rows.jsonl", "rewards.0.timeout_s=9"]
+    experiment = load_experiment(TINY, overrides)
+    assert [(source.kind, source.weight) for source in experiment.data] == [("toy", 3), ("jsonl", 1)]
+    assert experiment.rewards[0].timeout_s == 9
+    assert experiment.evaluations[0].size == 16
+
+
+def test_a_list_that_the_file_leaves_out_can_be_begun_by_overrides(tmp_path: Path) -> None:
+    (tmp_path / "short.yaml").write_text("rewards: [{kind: character_share}]")
+    experiment = load_experiment(tmp_path / "short.yaml", ["data.0.kind=toy"])
+    assert [source.kind for source in experiment.data] == ["toy"]
 
 
 def test_a_stored_experiment_that_is_damaged_is_told(tmp_path: Path) -> None:
@@ -162,7 +228,7 @@ def test_a_stored_experiment_that_is_damaged_is_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["decoupled_ppo", "cispo"])
-def test_the_resolved_experiment_survives_storage(kind: str) -> None:
+def test_the_resolved_algorithm_survives_storage(kind: str) -> None:
     experiment = load_experiment(TINY, [f"algorithm.kind={kind}", "algorithm.kl_coefficient=0.5"])
     assert experiment.algorithm.kind == kind
     assert Experiment.model_validate_json(experiment.model_dump_json()) == experiment
@@ -194,6 +260,16 @@ def test_a_key_of_another_kind_is_refused_even_at_its_default(overrides: list[st
         ({"algorithm": {"kind": "cispo", "adam_beta2": 0.9}}, ["write `optimizer.beta2`"]),
         ({"algorithm": {"minibatches": 2, "zero_stage": 1}}, ["`optimizer.minibatches`", "`planner.zero_stage`"]),
         ({"algorithm": {"tokens_per_micro_batch": 2}}, ["`planner.micro_batch_tokens`"]),
+        (
+            {"data": {"kind": "toy", "heldout_size": 5}, "reward": {"kind": "math_verify", "processes": 2}},
+            [
+                "`data` is a list of sources now, write `data: [{kind: …}]`",
+                "`data.heldout_size` has moved, write `evaluations: [{kind: held_out, size: …}]`",
+                "`reward` is a list now, write `rewards: [{kind: …}]`",
+                "`reward.processes` has moved, write `rollout.scoring_processes`",
+            ],
+        ),
+        ({"run": {"evaluation_samples": 4}}, ["write `evaluations: [{kind: held_out, samples: …}]`"]),
     ],
 )
 def test_experiments_of_before_are_told_what_to_write(
@@ -213,16 +289,39 @@ def test_experiments_of_before_are_told_what_to_write(
         load_experiment(TINY, ["algorithm.lr=1e-6"])
 
 
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [],
+        [
+            "data.1={kind: jsonl, path: /a.jsonl, weight: 0.3}",
+            "evaluations.1={kind: source, source: {kind: reasoning_gym}}",
+        ],
+        ["rewards.1={kind: python, function: '/a.py:f', weight: -1, sources: [toy]}"],
+    ],
+)
+def test_the_resolved_experiment_survives_storage(overrides: list[str]) -> None:
+    experiment = load_experiment(TINY, overrides)
+    assert Experiment.model_validate_json(experiment.model_dump_json()) == experiment
+
+
+UNIONS: dict[str, tuple[type[BaseModel], ...]] = {
+    "data": KINDS_OF_DATA,
+    "rewards": KINDS_OF_REWARD,
+    "evaluations": KINDS_OF_EVALUATION,
+}
+
+
 def test_every_field_says_what_it_is_and_in_which_unit() -> None:
     """The descriptions are the form in the Prefect UI."""
     for section, field in Experiment.model_fields.items():
         assert field.description, section
-        for kind in get_args(field.annotation) or [type(field.default)]:
-            for name, inner in kind.model_fields.items():
-                words = inner.description or ""
-                assert words, f"{section}.{name}"
-                assert not name.endswith("_s") or "econds" in words, f"{section}.{name} has no unit"
-                assert "tokens" not in name or "tokens" in words, f"{section}.{name} has no unit"
+        kinds = UNIONS.get(section) or get_args(field.annotation) or [type(field.default)]
+        for name, inner in [pair for kind in kinds for pair in kind.model_fields.items()]:
+            words = inner.description or ""
+            assert words, f"{section}.{name}"
+            assert not name.endswith("_s") or "econds" in words, f"{section}.{name} has no unit"
+            assert "tokens" not in name or "tokens" in words, f"{section}.{name} has no unit"
 
 
 def test_the_form_offers_the_kinds_of_a_union_as_a_choice() -> None:
@@ -232,6 +331,9 @@ def test_the_form_offers_the_kinds_of_a_union_as_a_choice() -> None:
     assert [choice["$ref"].rpartition("/")[2] for choice in choices] == ["DecoupledPpo", "Cispo"]
     assert schema["properties"]["algorithm"]["default"]["kind"] == "decoupled_ppo"
     assert schema["$defs"]["Cispo"]["properties"]["kind"]["default"] == "cispo"
+    for section, kinds in (("data", 3), ("rewards", 4), ("evaluations", 2)):
+        assert len(schema["properties"][section]["items"]["anyOf"]) == kinds
+    assert len(schema["$defs"]["SourceEvaluation"]["properties"]["source"]["anyOf"]) == 3
 
 
 def test_no_default_is_empty_in_the_form() -> None:

@@ -3,19 +3,24 @@
 import asyncio
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from flows.evaluate import accuracy, evaluate, newest_weights
 from planners.errors import UserError
 from tasks.config.settings import Settings
-from tasks.data.prompts import Item
-from tasks.evaluation.heldout import evaluate as answer_heldout
+from tasks.data.item import Item
+from tasks.data.split import Examination
+from tasks.environments.single_turn import SingleTurn
+from tasks.evaluation.examine import as_json
+from tasks.evaluation.examine import evaluate as examine
 from tasks.exchange.layout import RunDirectory
 from tasks.exchange.ledger import Actor, Ledger
 from tasks.exchange.trajectories import Outcome, Segment
+from tasks.rewards.pool import Verdict
 from tasks.rollout.answering import Answerer
 from tasks.rollout.engine import Answer, InFlight, Sampling
 from tests.support.ledger import RUN
@@ -44,24 +49,39 @@ class FakeEngine:
 
 
 class FakeText:
-    """A tokenizer, and a scorer that goes by the question."""
+    """A tokenizer, prompts, and a scorer that goes by the question."""
+
+    names = ("right",)
+
+    def text(self, item: Item) -> str:
+        return item.question
+
+    def encode(self, item: Item) -> list[int]:
+        return [1]
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
         return " ".join(map(str, token_ids))
 
-    async def score(self, item: Item, answer_text: str) -> tuple[Outcome, float]:
-        return OUTCOMES[item.question]
+    async def score(self, prompt: str, answer_text: str, item: Mapping[str, Any]) -> Verdict:
+        assert prompt == item["question"]
+        outcome, reward = OUTCOMES[item["question"]]
+        return Verdict(outcome, reward, (reward,))
 
 
 def test_an_answer_that_cannot_be_scored_counts_zero_and_is_counted() -> None:
     text = FakeText()
-    answerer = Answerer(FakeEngine(), text, text, Sampling(1.0, 4, (6,)))
-    result = asyncio.run(answer_heldout(answerer, ITEMS, [[1]] * len(ITEMS), samples=2, concurrency=3))
+    answerer = Answerer(FakeEngine(), SingleTurn(text, text, text), Sampling(1.0, 4, (6,)))
+    exams = [Examination("held-out", tuple(ITEMS), 2), Examination("other", tuple(ITEMS[:1]), 3)]
+    results = asyncio.run(examine(answerer, exams, concurrency=3))
+    result = results["held-out"]
     assert result.greedy == [1.0, 0.0, 0.0, 1.0]
     assert result.sampled == [[1.0, 1.0], [0.0, 0.0], [0.0, 0.0], [1.0, 1.0]]
     assert result.unscored == {"error": 3, "timeout": 3}
-    assert accuracy("tiny", json.loads(result.as_json())) == {
+    stored = json.loads(as_json(results))
+    assert stored["others"] == {"other": {"greedy": [1.0], "sampled": [[1.0, 1.0, 1.0]], "unscored": {}}}
+    assert accuracy("tiny", "held-out", stored) == {
         "weights": "tiny",
+        "evaluation": "held-out",
         "greedy": 0.5,
         "sampled": 0.5,
         "questions": 4,

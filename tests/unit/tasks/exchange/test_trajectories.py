@@ -40,7 +40,8 @@ def trajectories(draw: st.DrawFn) -> Trajectory:
     outcome = draw(st.sampled_from(Outcome))
     masked = outcome in (Outcome.TIMEOUT, Outcome.ERROR)
     reward = math.nan if masked else draw(st.floats(-1e9, 1e9))
-    return Trajectory(tuple(draw(st.lists(segments(), max_size=3))), outcome, reward)
+    parts = draw(st.tuples(st.floats(-1e9, 1e9), st.just(math.nan)))
+    return Trajectory(tuple(draw(st.lists(segments(), max_size=3))), outcome, reward, parts)
 
 
 GROUPS = st.builds(
@@ -49,6 +50,7 @@ GROUPS = st.builds(
     prompt_index=st.integers(0, 10**9),
     prompt_ids=st.lists(st.integers(0, 200_000), max_size=5).map(tuple),
     trajectories=st.lists(trajectories(), max_size=4).map(tuple),
+    reward_names=st.just(("style", "größe")),
 )
 
 
@@ -129,3 +131,11 @@ def test_only_disposable_payloads_are_deleted(tmp_path: Path) -> None:
     assert found_payloads(run) == [1, 2, 3]
     delete_payloads(run, {1, 3, 7})
     assert found_payloads(run) == [2]
+
+
+def test_every_answer_has_the_parts_that_the_group_names() -> None:
+    answer = Trajectory((), Outcome.SCORED, 0.5, (0.5,))
+    Group(1, 1, (1,), (answer,), ("style",))
+    for names in ((), ("style", "length")):
+        with pytest.raises(ValueError, match="group 1 has answers whose rewards do not have the parts"):
+            Group(1, 1, (1,), (answer,), names)

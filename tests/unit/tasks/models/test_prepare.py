@@ -257,6 +257,7 @@ def test_tiny_random_is_the_same_on_every_machine_and_loads(private: Settings, t
     assert len(tokenizer) == model.config.vocab_size
     assert model.generation_config.eos_token_id == tokenizer.eos_token_id == tokenizer.encode("<eos>")[0]
     assert model.generation_config.pad_token_id == tokenizer.pad_token_id
+    assert tokenizer.apply_chat_template([{"role": "user", "content": "07 say a"}], tokenize=False) == "07 say a"
     text = "07 say a\n\x00 é 日本 {}  "
     assert len(tokenizer.encode(text)) == len(text.encode())
     assert tokenizer.decode(tokenizer.encode(text)) == text

@@ -1,20 +1,23 @@
 """A replica against a real ledger and a hand-written engine: gate, payloads, new weights, evaluation, leaving."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import pytest
 
 from planners.errors import UserError
 from tasks.config.experiment import Experiment
 from tasks.config.files import parse_experiment
-from tasks.data.prompts import Item, PromptSource
+from tasks.data.item import Item
+from tasks.data.split import Examination, Questions
+from tasks.environments.single_turn import SingleTurn
 from tasks.exchange.layout import RunDirectory
 from tasks.exchange.ledger import Actor, Ledger
 from tasks.exchange.trajectories import Outcome, Segment, load_group
 from tasks.exchange.weights import publish_weights
+from tasks.rewards.pool import Verdict
 from tasks.rollout.answering import Answerer
 from tasks.rollout.engine import Answer, InFlight, Sampling
 from tasks.rollout.replica import Replica, ReplicaParts
@@ -54,9 +57,10 @@ class FakeEngine:
 
 
 class FakeText:
-    """A tokenizer, prompts and scorer in one: the reward alternates so that groups have a spread."""
+    """A tokenizer, questions, prompts and scorer in one: the reward alternates so that groups have a spread."""
 
-    stop_token_ids = (6,)
+    names = ("share",)
+    examinations = (Examination("held-out", (Item("a", "", {}), Item("b", "", {})), 2),)
 
     def __init__(self, outcome: Outcome = Outcome.SCORED) -> None:
         self.outcome = outcome
@@ -68,16 +72,17 @@ class FakeText:
     def item(self, prompt_index: int) -> Item:
         return Item(str(prompt_index), "", {})
 
-    def heldout(self) -> list[Item]:
-        return [Item("a", "", {}), Item("b", "", {})]
+    def text(self, item: Item) -> str:
+        return item.question
 
     def encode(self, item: Item) -> list[int]:
         return [1, 2]
 
-    async def score(self, item: Item, answer_text: str) -> tuple[Outcome, float]:
+    async def score(self, prompt: str, answer_text: str, item: Mapping[str, Any]) -> Verdict:
         assert answer_text == "5", "the stop token is no part of the text"
         self._scored += 1
-        return self.outcome, float(self._scored % 2) if self.outcome is Outcome.SCORED else float("nan")
+        reward = float(self._scored % 2) if self.outcome is Outcome.SCORED else float("nan")
+        return Verdict(self.outcome, reward, (reward,))
 
 
 @pytest.fixture
@@ -103,9 +108,9 @@ def make_replica(
     actor = join(ledger, "replica", run_id=RUN)
     run = RunDirectory(tmp_path)
     run.create()
-    answerer = Answerer(engine, text, text, Sampling(1.0, 4, text.stop_token_ids))
-    tracker, prompts = Tracker.child(None, lambda: None, "replica", {}), cast(PromptSource, text)
-    parts = ReplicaParts(experiment, ledger, actor, run, engine, answerer, prompts, tracker, 8, count_work)
+    answerer = Answerer(engine, SingleTurn(text, text, text), Sampling(1.0, 4, (6,)))
+    tracker, questions = Tracker.child(None, lambda: None, "replica", {}), cast(Questions, text)
+    parts = ReplicaParts(experiment, ledger, actor, run, engine, answerer, questions, tracker, 8, count_work)
     return Replica(parts)
 
 
@@ -152,6 +157,8 @@ def test_it_stops_at_the_gate_and_goes_on_with_new_weights(
         await running
         group = load_group(RunDirectory(tmp_path).group_path(taken[0].group_id))
         assert [trajectory.oldest_version for trajectory in group.trajectories] == [0, 0]
+        assert group.reward_names == ("share",)
+        assert [trajectory.parts for trajectory in group.trajectories] == [(t.reward,) for t in group.trajectories]
         newest = ledger.take_groups(trainer, 1)
         assert newest is not None
         assert ledger.claimed_versions(RUN) == {(0, 1)}
@@ -217,6 +224,33 @@ def test_a_prompt_that_does_not_fit_is_dropped_and_quarantined(
     asyncio.run(scenario())
 
 
+def test_a_quarantined_question_is_not_answered_at_any_index(
+    ledger: Ledger, experiment: Experiment, tmp_path: Path
+) -> None:
+    class Repeating(FakeText):
+        def item(self, prompt_index: int) -> Item:
+            return Item("bad" if prompt_index % 2 else str(prompt_index), "", {}, "mine")
+
+        def encode(self, item: Item) -> list[int]:
+            if item.question == "bad":
+                raise UserError("too long")
+            return [1, 2]
+
+    async def scenario() -> None:
+        replica = make_replica(ledger, experiment, tmp_path, FakeEngine(), Repeating())
+        running = asyncio.create_task(replica.run())
+        await until(lambda: in_state(ledger, "scored") == 4, "four groups of other questions")
+        replica.leave()
+        await running
+        dropped = ledger.progress(RUN).dropped
+        # Prompts 1 and 3 may be out at once; from the verdict on none is tried.
+        assert 2 <= dropped["prompt_too_long"] <= 4
+        assert dropped["quarantined"] >= 1
+        assert {row.prompt_index % 2 for row in ledger.groups(RUN) if row.state == "scored"} == {0}
+
+    asyncio.run(scenario())
+
+
 def test_an_error_while_answering_ends_the_replica_and_is_named(
     ledger: Ledger, experiment: Experiment, tmp_path: Path
 ) -> None:
@@ -242,7 +276,7 @@ def test_it_evaluates_when_asked(ledger: Ledger, experiment: Experiment, tmp_pat
         result = ledger.evaluations(RUN)["before"].result
         assert result is not None
         assert len(result["greedy"]) == 2
-        assert [len(samples) for samples in result["sampled"]] == [experiment.run.evaluation_samples] * 2
+        assert [len(samples) for samples in result["sampled"]] == [2, 2]
 
     asyncio.run(scenario())
 

@@ -1,0 +1,82 @@
+"""Accuracy on the questions of an experiment's evaluations, greedy and sampled.
+
+An answer that cannot be scored counts 0, as a wrong one, so that every item counts alike; such answers are counted.
+"""
+
+import asyncio
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+
+from tasks.data.split import Examination
+from tasks.exchange.trajectories import Outcome
+from tasks.rollout.answering import Answerer
+
+
+@dataclass(frozen=True)
+class EvaluationResult:
+    """Rewards per item, in the order of the examination's items.
+
+    `unscored` is the number of answers without a reward, by outcome (timeout, error); each counts 0.
+    """
+
+    greedy: list[float]
+    sampled: list[list[float]]
+    unscored: dict[str, int]
+
+
+def as_json(results: Mapping[str, EvaluationResult]) -> str:
+    """The form kept in the ledger, the first evaluation's result and within it those of the others by name.
+
+    `{"greedy": [reward], "sampled": [[reward]], "unscored": {outcome: count}, "others": {name: {"greedy": …}}}`.
+    """
+    (_, first), *others = results.items()
+    return json.dumps({**asdict(first), "others": {name: asdict(result) for name, result in others}})
+
+
+async def evaluate(
+    answerer: Answerer, examinations: Sequence[Examination], concurrency: int
+) -> dict[str, EvaluationResult]:
+    """Answer every item of every examination once greedily and several times at the training temperature.
+
+    Args:
+        answerer: answers.
+        examinations: what is asked, and how often.
+        concurrency: answers in flight at once.
+    """
+    free = asyncio.Semaphore(concurrency)
+    return {
+        examination.name: await _examine(answerer, examination, f"evaluate-{number}", free)
+        for number, examination in enumerate(examinations)
+    }
+
+
+async def _examine(
+    answerer: Answerer, examination: Examination, prefix: str, free: asyncio.Semaphore
+) -> EvaluationResult:
+    items, samples = examination.items, examination.samples
+    unscored: Counter[Outcome] = Counter()
+
+    async def reward(name: str, index: int, temperature: float) -> float:
+        async with free:
+            trajectory = await answerer.answer_once(f"{prefix}-{name}", items[index], temperature)
+        if trajectory.masked:
+            unscored[trajectory.outcome] += 1
+            return 0.0
+        return trajectory.reward
+
+    temperature = answerer.sampling.temperature
+    greedy = [reward(f"greedy-{index}", index, 0.0) for index in range(len(items))]
+    sampled = [
+        reward(f"sampled-{index}-{sample}", index, temperature)
+        for index in range(len(items))
+        for sample in range(samples)
+    ]
+    rewards = await asyncio.gather(*greedy, *sampled)
+    flat = rewards[len(items) :]
+    return EvaluationResult(
+        greedy=list(rewards[: len(items)]),
+        sampled=[list(flat[index * samples : (index + 1) * samples]) for index in range(len(items))],
+        unscored={outcome.value: count for outcome, count in sorted(unscored.items())},
+    )
