@@ -25,6 +25,8 @@ DROPPED_SHARE = 10
 UNIT = B * DROPPED_SHARE
 """A past is a multiple of so many groups."""
 _KEPT_STEPS, _KEPT_VERSIONS, _SHOWN_STEPS = 3, 2, 11
+_AT_ONCE = 20_000
+"""Rows in one statement: a database that is silent for long is taken for lost."""
 _ANSWERS: dict[str, int] = {Outcome.SCORED: 8}
 
 
@@ -141,8 +143,17 @@ class History:
 
 
 def _fill(connection: Connection, past: int, past_steps: int) -> None:
-    """Write the past in a few statements, for which the database counts up the numbers itself."""
-    group, rows = _count_up(past)
+    """Write the past in few statements, for which the database counts up the numbers itself."""
+    for first in range(0, past, _AT_ONCE):
+        _fill_groups(connection, first, min(first + _AT_ONCE, past))
+    counts = {"groups": past // DROPPED_SHARE, "quarantined_prompts": past // DROPPED_SHARE}
+    connection.execute(insert(drops).values(run_id=RUN, reason="too_few_scored", **counts))
+    for first in range(0, past_steps, _AT_ONCE):
+        _fill_steps(connection, first, min(first + _AT_ONCE, past_steps), past_steps)
+
+
+def _fill_groups(connection: Connection, first: int, end: int) -> None:
+    group, rows = _count_up(first, end)
     is_dropped = group % DROPPED_SHARE == DROPPED_SHARE - 1
     rank = group - group // DROPPED_SHARE  # among the groups that were not dropped
     prompt = {"prompt_index": group, "state": case((is_dropped, "quarantined"), else_="held")}
@@ -154,15 +165,10 @@ def _fill(connection: Connection, past: int, past_steps: int) -> None:
     facts |= {"place": case((~is_dropped, rank % B)), "version": rank // B, "newest_version": rank // B}
     facts |= {"reward_mean": literal(0.5), "response_tokens": literal(100), **_answers(literal(1))}
     _insert(connection, groups, rows, {**facts, "leased_s": now_s(), "completed_s": now_s()})
-    connection.execute(
-        insert(drops).values(
-            run_id=RUN,
-            reason="too_few_scored",
-            groups=past // DROPPED_SHARE,
-            quarantined_prompts=past // DROPPED_SHARE,
-        )
-    )
-    step, rows = _count_up(past_steps)
+
+
+def _fill_steps(connection: Connection, first: int, end: int, past_steps: int) -> None:
+    step, rows = _count_up(first, end)
     consumed = (step + 1) * B
     totals = {"step": step, "reward_mean": literal(0.5), "max_staleness": literal(0), **_answers(consumed)}
     _insert(connection, consumed_steps, rows, {**totals, "response_tokens": consumed * 100})
@@ -176,10 +182,10 @@ def _fill(connection: Connection, past: int, past_steps: int) -> None:
         _insert(connection, spans, rows, {**_holder(role), **times})
 
 
-def _count_up(count: int) -> tuple[ColumnElement[int], CTE]:
-    """The numbers from 0 to `count` - 1, and the rows they come from."""
-    rows = select(literal(0).label("n")).cte("numbers", recursive=True)
-    rows = rows.union_all(select(rows.c.n + 1).where(rows.c.n < count - 1))
+def _count_up(first: int, end: int) -> tuple[ColumnElement[int], CTE]:
+    """The numbers from `first` to `end` - 1, and the rows they come from."""
+    rows = select(literal(first).label("n")).cte("numbers", recursive=True)
+    rows = rows.union_all(select(rows.c.n + 1).where(rows.c.n < end - 1))
     return rows.c.n, rows
 
 
