@@ -21,14 +21,6 @@ from planners.errors import UserError
 from tasks.exchange.ledger.schema import SCHEMA_VERSION, metadata, schema_info
 
 _BUSY_TIMEOUT_S = 60.0
-_POSTGRESQL_SETTINGS = {
-    # Every statement here is a search by key. A planner that last saw a table when it was small would read all of it.
-    "enable_seqscan": "off",
-}
-_POSTGRESQL_ARGUMENTS: dict[str, Any] = {
-    "connect_timeout": 10,  # seconds; the driver's own patience is over two minutes
-    "options": " ".join(f"-c {name}={value}" for name, value in _POSTGRESQL_SETTINGS.items()),
-}
 
 
 class now_s(FunctionElement[float]):
@@ -101,7 +93,7 @@ class Database:
             self._create_tables()
 
     def _open_postgresql(self, url: URL) -> None:
-        self._writers = create_engine(url, pool_pre_ping=True, connect_args=_POSTGRESQL_ARGUMENTS)
+        self._writers = _postgresql_engine(url)
         self._readers = self._writers.execution_options(isolation_level="REPEATABLE READ")
         self._create_tables()
 
@@ -123,7 +115,7 @@ def require_usable(url: str) -> None:
     if is_file and not Path(place.database or "").exists():
         return
     with _explained(place):
-        engine = create_engine(place, connect_args={} if is_file else _POSTGRESQL_ARGUMENTS)
+        engine = create_engine(place) if is_file else _postgresql_engine(place)
         with closing(engine.connect()) as connection:
             is_new = not inspect(connection).has_table(schema_info.name)
             found = SCHEMA_VERSION if is_new else connection.scalar(select(schema_info.c.version))
@@ -177,6 +169,12 @@ def _parse(url: str) -> URL:
         "The ledger's URL must be sqlite:///<file> (one machine) or postgresql://<user>@<host>/<database> (a cluster): "
         "see HEXFLOW_LEDGER_URL."
     )
+
+
+def _postgresql_engine(url: URL) -> Engine:
+    from tasks.exchange.ledger.postgres import open_engine  # not before: its driver is an extra of a cluster
+
+    return open_engine(url)
 
 
 def _sqlite_engine(url: URL, begin: str) -> Engine:
