@@ -2,7 +2,7 @@
 
 import os
 import threading
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -10,7 +10,6 @@ from typing import Any
 from prefect import State, flow, runtime
 from prefect.client.orchestration import get_client
 from prefect.exceptions import TerminationSignal
-from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 from prefect.states import Cancelled, Failed
 from sqlalchemy.exc import SQLAlchemyError
 
@@ -18,7 +17,7 @@ from flows.pages import ProgressArtifact, name_flow_run, show_plan, show_summary
 from flows.preparation import announce, choose_plan
 from flows.running.context import RunContext, open_run
 from flows.running.ending import only_hurry, supervised
-from flows.running.launcher import PrefectLauncher
+from flows.running.launcher import PrefectLauncher, without_repeats
 from flows.running.readying import ready_and_measured
 from flows.running.supervisor import HURRY_S, Supervisor
 from planners.errors import UserError
@@ -173,7 +172,7 @@ def require_free(plan: RunPlan, settings: Settings) -> None:
 
 def train_and_roll_out(run: RunContext, epoch: int, plan: ClusterPlan, work: Work) -> None:
     """Run the plan's actors until the last step is trained and evaluated."""
-    work.connections.enter_context(_without_repeats())
+    work.connections.enter_context(without_repeats())
     client = work.connections.enter_context(get_client(sync_client=True))
     launcher = PrefectLauncher(client, run.run_id, epoch, run.settings.shared.environment())
     work.plan, work.supervisor = plan, Supervisor(run, epoch, plan, launcher, ProgressArtifact(run.run_id))
@@ -190,11 +189,6 @@ def report(run: RunContext, plan: ClusterPlan, tracker: Tracker) -> dict[str, An
     tracker.log({f"plan/measured_{name}": value for name, value in measured.items() if value is not None}, step=0)
     tracker.log_artifact(run.directory.summary)
     tracker.log_artifact(run.directory.curves)
-    with _without_repeats() if summary["status"] == "cancelled" else nullcontext():
+    with without_repeats() if summary["status"] == "cancelled" else nullcontext():
         show_summary(summary, run.directory.root)
     return summary
-
-
-def _without_repeats() -> AbstractContextManager[Any]:
-    """Prefect would repeat a request for a minute while its server is away; who supervises or leaves cannot wait."""
-    return temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0})

@@ -3,7 +3,8 @@
 import logging
 import time
 from collections.abc import Mapping
-from typing import cast
+from contextlib import AbstractContextManager
+from typing import Any, cast
 from uuid import UUID, uuid4
 
 import httpx
@@ -11,6 +12,7 @@ from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.objects import FlowRun, WorkerStatus
 from prefect.deployments import run_deployment
 from prefect.exceptions import ObjectNotFound, PrefectException
+from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 from prefect.states import Cancelling
 
 from flows.running.supervisor import RunFailed
@@ -22,6 +24,11 @@ _SERVER_DEADLINE_S = 600.0
 _RETRY_S = 5.0
 _STATE_MAX_AGE_S = 3.0
 _log = logging.getLogger(__name__)
+
+
+def without_repeats() -> AbstractContextManager[Any]:
+    """Prefect would repeat a request for a minute while its server is away; who supervises or leaves cannot wait."""
+    return temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0})
 
 
 class PrefectLauncher:

@@ -18,6 +18,7 @@ from prefect.deployments import run_deployment
 from prefect.exceptions import PrefectException
 from prefect.states import Cancelling
 
+from flows.running.launcher import without_repeats
 from planners.errors import UserError
 from planners.hardware.machine import Machine
 from planners.hardware.profile import DeviceProfile
@@ -105,12 +106,14 @@ def _run_all(
                 as_subflow=True,
             )
             asked.append(_Asked(deployment, cast(FlowRun, created)))  # outside an event loop it is no coroutine
-        _wait_for_all(client, asked, queue)
+        with without_repeats():
+            _wait_for_all(client, asked, queue)
     finally:
-        for flow in asked:
-            if not flow.is_over:
-                with suppress(httpx.HTTPError, PrefectException):
-                    client.set_flow_run_state(flow.flow_run.id, Cancelling())
+        with without_repeats():
+            for flow in asked:
+                if not flow.is_over:
+                    with suppress(httpx.HTTPError, PrefectException):
+                        client.set_flow_run_state(flow.flow_run.id, Cancelling())
 
 
 def _wait_for_all(client: SyncPrefectClient, asked: list[_Asked], queue: str) -> None:

@@ -8,6 +8,7 @@ from uuid import UUID, uuid4
 
 import pytest
 from prefect.client.schemas.objects import State
+from prefect.settings import PREFECT_CLIENT_MAX_RETRIES
 from prefect.states import Completed, Failed, Pending, Running
 
 from flows.running import readying
@@ -41,6 +42,7 @@ class FakeServer:
         return flow_run
 
     def read_flow_run(self, flow_run_id: UUID) -> SimpleNamespace:
+        assert PREFECT_CLIENT_MAX_RETRIES.value() == 0, "a server that is away would hold up who is told to end"
         name = self._names[flow_run_id]
         states = self.states.setdefault(name, [Running(), Completed()])
         state = states.pop(0) if len(states) > 1 else states[0]
@@ -50,6 +52,7 @@ class FakeServer:
 
     def set_flow_run_state(self, flow_run_id: UUID, state: State[Any]) -> None:
         assert state.is_cancelling()
+        assert PREFECT_CLIENT_MAX_RETRIES.value() == 0, "a server that is away would hold up who is told to end"
         self.cancelled.append(self._names[flow_run_id])
 
     def find_profile(
