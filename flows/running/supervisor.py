@@ -24,7 +24,7 @@ from tasks.training.checkpoints import latest_checkpoint
 HURRY_S = 12.0
 """Longest time for actors to end when it presses: Prefect kills a cancelled flow 30 s after telling it."""
 _POLL_S = 1.0
-_LONGEST_GAP_S = 5.0
+_LONGEST_GAP_S = 5.0  # between two looks of the loop, where the deadline for beats is not longer
 _KILL_GRACE_S = 1.0
 _log = logging.getLogger(__name__)
 
@@ -86,7 +86,7 @@ class Supervisor:
         self._settings = run.experiment.run
         self._children: dict[tuple[str, int], _Child] = {}
         self._replaced: list[_Child] = []
-        self._silence = Silence(_LONGEST_GAP_S)
+        self._silence = Silence(max(_LONGEST_GAP_S, self._settings.heartbeat_deadline_s / 4))
         self._restarts = 0
         self._last_step = -1
         self._last_step_at = time.monotonic()

@@ -10,7 +10,7 @@ import signal
 import threading
 from collections.abc import Callable
 from types import FrameType, TracebackType
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 from sqlalchemy.exc import SQLAlchemyError
 
@@ -85,25 +85,35 @@ class ActorScope:
     def __enter__(self) -> Self:
         if self._ear:
             self._ear.open()
-        self._ledger.register(self.actor, self._process)
+        try:
+            self._ledger.register(self.actor, self._process)
+        except Fenced as error:
+            self._leave_to_another(error)
         self._beats.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._stopped.set()
-        if self._ear:
-            self._ear.close()
         if isinstance(error, Fenced):
-            _log.error("%s", error)
-            raise SystemExit(FENCED_EXIT_STATUS) from None
+            self._leave_to_another(error)
+        self._close()
         if error is None:
             say_last_word(self._ledger, self.actor, "done")
         else:
             message = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
             say_last_word(self._ledger, self.actor, "failed", message)
         self._beats.join(self._interval_s)
+
+    def _close(self) -> None:
+        self._stopped.set()
+        if self._ear:
+            self._ear.close()
+
+    def _leave_to_another(self, error: Fenced) -> NoReturn:
+        self._close()
+        _log.error("%s", error)
+        raise SystemExit(FENCED_EXIT_STATUS) from None
 
     def _leave(self, reason: str) -> None:
         if self._told.acquire(blocking=False):

@@ -136,6 +136,17 @@ def test_an_actor_whose_write_was_refused_leaves_with_its_own_status(ledger: Led
     assert left.value.code == FENCED_EXIT_STATUS
 
 
+def test_a_process_that_comes_too_late_leaves_with_the_same_status(ledger: Ledger, actor: Actor) -> None:
+    """It was stopped before it registered, and another attempt has its place by now."""
+    before = signal.getsignal(signal.SIGTERM)
+    replacement = assign(ledger, "replica")
+    with pytest.raises(SystemExit) as left, a_scope(ledger, actor, pytest.fail):
+        pytest.fail("it began")
+    assert left.value.code == FENCED_EXIT_STATUS
+    assert signal.getsignal(signal.SIGTERM) == before
+    assert row_of(ledger, replacement).state == "assigned"
+
+
 PROCESS = """
 import sys, time
 from tasks.exchange.ledger import Actor, Ledger
