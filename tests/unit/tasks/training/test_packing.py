@@ -1,7 +1,8 @@
 """A packed sequence gives every answer exactly the context it has alone; ranks share answers evenly, once each."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import fields
 from pathlib import Path
 
 import numpy as np
@@ -124,11 +125,19 @@ def test_every_answer_is_packed_once_within_the_budget(groups: list[TrainingGrou
 
 
 def test_a_rank_reads_its_own_answers_and_nothing_else(tmp_path: Path) -> None:
-    """Of payloads: what the other ranks' hands hold is damaged, and so is what no rank was dealt."""
+    """The numbers that it asks of each payload; and of the files, in which all that others were dealt is damaged."""
     plain = some_groups()
     for number, group in enumerate(plain):
         save_group(tmp_path / str(number), group.read())
-    stored = [open_group(tmp_path / str(number)) for number in range(len(plain))]
+    asked: set[tuple[int, int]] = set()
+
+    class Watched(StoredGroup):
+        def with_answers(self, numbers: Iterable[int]) -> Group:
+            asked.update((id(self), number) for number in numbers)
+            return super().with_answers(numbers)
+
+    opened = [open_group(tmp_path / str(number)) for number in range(len(plain))]
+    stored = [Watched(*(getattr(payload, field.name) for field in fields(payload))) for payload in opened]
     groups = with_advantages(stored, DecoupledPpo())
     assert [group.advantages for group in groups] == [group.advantages for group in plain]
     for rank in range(2):
@@ -138,7 +147,10 @@ def test_a_rank_reads_its_own_answers_and_nothing_else(tmp_path: Path) -> None:
             save_group(tmp_path / str(number), plain[number].read())
             others = [k for k in range(len(payload.outline.trajectories)) if (id(payload), k) not in mine]
             spoil(payload, others)
-        for found, batch in zip(hand_of(groups, 20, rank, 2), expected, strict=True):
+        asked.clear()
+        hand = hand_of(groups, 20, rank, 2)
+        assert asked == mine
+        for found, batch in zip(hand, expected, strict=True):
             assert all(torch.equal(one, other) for one, other in zip(found[:10], batch[:10], strict=True))
         assert any(load_group(tmp_path / str(n)) != group.read() for n, group in enumerate(plain))
 
