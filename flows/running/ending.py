@@ -7,6 +7,7 @@ listens for cancellations on one connection, and polls when it has lost that: se
 asks the server itself, and passes on to the ledger what that says.
 """
 
+import logging
 import os
 import signal
 import threading
@@ -28,6 +29,7 @@ from tasks.lifecycle.scope import BEAT_S, ActorScope
 
 _SERVER_POLL_S = 5.0
 _WORKER_GRACE_POLLS = 2
+_log = logging.getLogger(__name__)
 
 ReadState = Callable[[UUID], State[Any] | None]
 
@@ -100,8 +102,15 @@ class _ServerWatch:
             try:
                 state = self._read(UUID(self._flow_run_id))
                 seen = seen + 1 if state is not None and (state.is_cancelling() or state.is_cancelled()) else 0
-                if seen > _WORKER_GRACE_POLLS:
-                    self._ledger.ask_to_cancel(self._flow_run_id)
-                    return
-            except (httpx.HTTPError, PrefectException, SQLAlchemyError):
+            except (httpx.HTTPError, PrefectException):
                 continue  # no answer takes nothing back: a busy server fails to answer every other time
+            if seen > _WORKER_GRACE_POLLS:
+                self._ask()
+                return
+
+    def _ask(self) -> None:
+        try:
+            self._ledger.ask_to_cancel(self._flow_run_id)
+        except SQLAlchemyError as error:
+            _log.warning("the ledger did not take the cancellation, which is done without it: %s", error)
+            _terminate("the server says so")

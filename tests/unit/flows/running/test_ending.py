@@ -95,6 +95,19 @@ def test_a_run_whose_worker_does_not_act_is_ended(run: RunContext, state: State[
     assert server.asked == 1 + 1 + ending._WORKER_GRACE_POLLS, "the worker was not given its time"
 
 
+def test_a_cancel_on_the_server_needs_no_ledger_that_takes_writes(
+    run: RunContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk is full, and the worker does not act."""
+
+    def refuse(flow_run_id: str) -> None:
+        raise OperationalError("", {}, Exception("database or disk is full"))
+
+    monkeypatch.setattr(run.ledger, "ask_to_cancel", refuse)
+    with pytest.raises(TerminationSignal):
+        work(run, FakeServer(Cancelling()), until=lambda: False)
+
+
 def test_while_the_server_is_away_the_run_goes_on_and_is_ended_when_it_is_back(run: RunContext) -> None:
     away = FakeServer(Running(), AWAY)
     work(run, away, until=lambda: away.asked > 20)
