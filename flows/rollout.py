@@ -24,7 +24,7 @@ def rollout(run_id: str, epoch: int, slot: int, attempt: int) -> None:
         return
     settings = load_settings()
     replica = Ledger(settings.shared.ledger_url).plan(run_id, epoch).replicas[slot]
-    log = RunDirectory(settings.shared.runs / run_id).logs / f"replica-{slot}.log"
+    log = RunDirectory(settings.shared.runs / run_id).log_path("replica", slot)
     argv = [sys.executable, "-m", "tasks.rollout.process", "--run", run_id, "--epoch", str(epoch)]
     argv += ["--slot", str(slot), "--attempt", str(attempt)]
     with on_devices(replica, f"{run_id} (rollout {slot})"):

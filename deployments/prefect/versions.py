@@ -2,16 +2,15 @@
 
 from importlib.metadata import version
 
-WIRE_SCHEMA = "4"
-"""Format of what processes exchange (ledger, run directories, trajectory payloads, weight manifests); raise it with
-any."""
+from tasks.exchange.wire import WIRE_VERSION
+
 VARIABLE = "hexflow_versions"
 """The Prefect variable in which set-up records the versions a server works with."""
 
 
 def local_versions() -> dict[str, str]:
     """The versions installed here that every machine of a stack must share."""
-    return {"hexflow": version("hexflow"), "prefect": version("prefect"), "wire_schema": WIRE_SCHEMA}
+    return {"hexflow": version("hexflow"), "prefect": version("prefect"), "wire_schema": str(WIRE_VERSION)}
 
 
 def differences(here: dict[str, str], there: dict[str, str]) -> list[str]:

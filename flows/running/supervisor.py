@@ -252,7 +252,7 @@ class Supervisor:
         left = ledger.fence(self._run.supervisor, actor, seen_serial)
         if left is None:
             return
-        log = self._run.directory.logs / f"{actor.role}-{actor.slot}.log"
+        log = self._run.directory.log_path(actor.role, actor.slot)
         if not child.has_run and left.state == "failed":
             # What failed before it ever worked would fail again: bad input, missing memory.
             raise RunFailed(f"The {_name(actor)} could not start: {fault} (log: {log})")

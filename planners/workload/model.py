@@ -10,7 +10,8 @@ from planners.errors import UserError
 Dtype = Literal["float32", "bfloat16"]
 """What weights are kept in."""
 ELEMENT_BYTES: dict[Dtype, int] = {"float32": 4, "bfloat16": 2}
-ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
+ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+"""Classes by `model_type`, of full causal attention and rotary positions: the trainer's packed groups fit those."""
 
 
 @dataclass(frozen=True)

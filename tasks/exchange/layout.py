@@ -60,6 +60,10 @@ class RunDirectory:
         """Directory of the logs of processes."""
         return self.root / "logs"
 
+    def log_path(self, role: str, slot: int, rank: int = 0) -> Path:
+        """Log of an actor; of its process `rank`, where it has several."""
+        return self.logs / f"{role}-{slot}{f'-rank-{rank}' if rank else ''}.log"
+
     def create(self) -> None:
         """Make the run's directories; safe to repeat."""
         for path in (self.weights, self.trajectories, self.checkpoints, self.logs):

@@ -24,9 +24,10 @@ from safetensors.numpy import save
 
 from tasks.exchange.files import read_when_there, write_atomic
 from tasks.exchange.layout import RunDirectory, group_of
+from tasks.exchange.wire import WIRE_VERSION
 
 MIN_SCORED = 2  # with a single reward a group has no spread to normalise by
-_FORMAT = "hexflow-group-3"
+_FORMAT = f"hexflow-group-{WIRE_VERSION}"
 
 TokenIds = NDArray[np.int32]
 Logprobs = NDArray[np.float32]

@@ -6,14 +6,13 @@ twice. The ledger says which versions exist; a directory that it does not know i
 killed before it could record it, in a lineage that is over.
 """
 
-import hashlib
-import json
 import shutil
 from collections.abc import Callable, Collection
 from pathlib import Path
 
-from tasks.exchange.files import is_temporary, publish_directory, remove_directory, target_of, write_json
+from tasks.exchange.files import is_temporary, publish_directory, remove_directory, target_of
 from tasks.exchange.layout import RunDirectory, version_of
+from tasks.exchange.manifest import Damaged, check_manifest, write_manifest
 
 MANIFEST = "manifest.json"
 PICKLE_SUFFIXES = frozenset({".bin", ".pt", ".pth", ".pkl"})
@@ -47,8 +46,7 @@ def publish_weights(run: RunDirectory, lineage: int, number: int, fill: Callable
         for pattern in ("config.json", "*.safetensors"):
             if not any(directory.glob(pattern)):
                 raise WeightsCorrupt(f"{directory} lacks {pattern}, so it cannot be published as weights")
-        files = {path.name: _describe(path) for path in sorted(directory.iterdir())}
-        write_json(directory / MANIFEST, {"lineage": lineage, "number": number, "files": files})
+        write_manifest(directory, MANIFEST, {"lineage": lineage, "number": number})
 
     final = run.weights_path(lineage, number)
     publish_directory(final, fill_and_describe)
@@ -62,19 +60,10 @@ def verify_weights(path: Path) -> None:
         WeightsCorrupt: a file is missing, added, altered or a pickle, or the manifest itself is missing or broken.
     """
     _refuse_pickles(path)
-    manifest = path / MANIFEST
     try:
-        expected = json.loads(manifest.read_bytes())["files"]
-    except FileNotFoundError:
-        raise WeightsCorrupt(f"{manifest} is missing, so the version was never published or has been deleted") from None
-    except (ValueError, KeyError):
-        raise WeightsCorrupt(f"{manifest} is not a manifest of weights") from None
-    found = {file.name for file in path.iterdir()} - {MANIFEST}
-    for name in sorted(found.symmetric_difference(expected)):
-        raise WeightsCorrupt(f"{path / name} is {'not in the manifest' if name in found else 'missing'}")
-    for name, description in expected.items():
-        if _describe(path / name) != description:
-            raise WeightsCorrupt(f"{path / name} differs in size or checksum from the manifest")
+        check_manifest(path, MANIFEST)
+    except Damaged as error:
+        raise WeightsCorrupt(str(error)) from None
 
 
 def found_versions(run: RunDirectory) -> list[tuple[int, int]]:
@@ -112,9 +101,3 @@ def _refuse_pickles(directory: Path) -> None:
     for path in sorted(directory.iterdir()):
         if path.suffix in PICKLE_SUFFIXES:
             raise WeightsCorrupt(f"{path} may hold a pickle, which can run code when loaded: use safetensors only")
-
-
-def _describe(path: Path) -> dict[str, int | str]:
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    return {"bytes": path.stat().st_size, "sha256": digest}

@@ -22,17 +22,16 @@ from typing import Any
 import filelock
 
 from planners.errors import UserError
-from planners.workload.model import Dtype
+from planners.workload.model import ARCHITECTURES, Dtype
 from tasks.config.sections import ModelSection
 from tasks.config.settings import Settings
-from tasks.exchange.files import is_temporary, publish_directory, remove_directory, write_json
+from tasks.exchange.files import is_temporary, publish_directory, remove_directory
+from tasks.exchange.manifest import Damaged, check_manifest, write_manifest
 from tasks.machine.memory import memory_bytes
 from tasks.models.dtypes import torch_dtype
 
 MANIFEST = "prepared.json"
 LOCK_DEADLINE_S = 600.0
-SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
-"""Full causal attention with rotary positions: what the trainer's packed groups are right for."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 PICKLE_PATTERNS = ("*.bin", "*.pt", "*.pth", "*.pkl", "*.pickle", "*.ckpt")
 TINY_EMBEDDING_STD = 0.075
@@ -167,25 +166,15 @@ def _cache_key(model: ModelSection, shipped: ShippedModel) -> str:
 
 def _fill(directory: Path, dtype: Dtype, shipped: ShippedModel) -> None:
     shipped.write(directory, dtype)
-    files = {path.name: _fingerprint(path) for path in sorted(directory.iterdir())}
-    write_json(directory / MANIFEST, {"files": files})
-
-
-def _fingerprint(path: Path) -> dict[str, Any]:
-    with path.open("rb") as file:
-        return {"sha256": hashlib.file_digest(file, "sha256").hexdigest(), "size_bytes": path.stat().st_size}
+    write_manifest(directory, MANIFEST)
 
 
 def _is_intact(path: Path) -> bool:
-    manifest = path / MANIFEST
-    if not manifest.is_file():
-        return False
     try:
-        expected = json.loads(manifest.read_bytes())["files"]
-    except (ValueError, KeyError, TypeError):
+        check_manifest(path, MANIFEST)
+    except (Damaged, OSError):
         return False
-    found = {entry.name: entry for entry in path.iterdir() if entry.name != MANIFEST}
-    return found.keys() == expected.keys() and all(_fingerprint(found[name]) == expected[name] for name in found)
+    return True
 
 
 def _clear(path: Path) -> None:
@@ -237,10 +226,10 @@ def _find_user_directory(source: str) -> Path:
 def _check_user_directory(path: Path) -> None:
     config = _read_config(path)
     architectures = config.get("architectures") or ["none"]
-    if architectures[0] not in SUPPORTED_ARCHITECTURES:
+    if architectures[0] not in ARCHITECTURES.values():
         raise UserError(
             f"{path / 'config.json'} names the architecture {architectures[0]}, which cannot be trained here: use one "
-            f"of {', '.join(SUPPORTED_ARCHITECTURES)}."
+            f"of {', '.join(ARCHITECTURES.values())}."
         )
     if config.get("quantization_config"):
         raise UserError(f"The model in {path} is quantised and cannot be trained: save it dequantised first.")

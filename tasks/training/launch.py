@@ -52,7 +52,7 @@ def run_trainer(
     if share.kind == "cpu":
         env["CUDA_VISIBLE_DEVICES"] = ""  # a machine with GPUs may also train on its cores
     numbers = range(first, first + share.ranks)
-    logs = [run.logs / (f"trainer-0-rank-{rank}.log" if rank else "trainer-0.log") for rank in numbers]
+    logs = [run.log_path("trainer", 0, rank) for rank in numbers]
     run_ranks(argv, env, logs, first, trainer.ranks, master)
 
 

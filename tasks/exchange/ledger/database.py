@@ -18,7 +18,8 @@ from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.sql.functions import FunctionElement
 
 from planners.errors import UserError
-from tasks.exchange.ledger.schema import SCHEMA_VERSION, metadata, schema_info
+from tasks.exchange.ledger.schema import metadata, schema_info
+from tasks.exchange.wire import WIRE_VERSION
 
 _BUSY_TIMEOUT_S = 60.0
 
@@ -101,7 +102,7 @@ class Database:
         with self.write("schema") as connection:
             metadata.create_all(connection)
             if connection.scalar(select(schema_info.c.version)) is None:
-                connection.execute(insert(schema_info).values(version=SCHEMA_VERSION))
+                connection.execute(insert(schema_info).values(version=WIRE_VERSION))
 
 
 def require_usable(url: str) -> None:
@@ -118,7 +119,7 @@ def require_usable(url: str) -> None:
         engine = create_engine(place) if is_file else _postgresql_engine(place)
         with closing(engine.connect()) as connection:
             is_new = not inspect(connection).has_table(schema_info.name)
-            found = SCHEMA_VERSION if is_new else connection.scalar(select(schema_info.c.version))
+            found = WIRE_VERSION if is_new else connection.scalar(select(schema_info.c.version))
         engine.dispose()
     _require_version(found, place)
 
@@ -147,10 +148,10 @@ def _explained(place: URL) -> Iterator[None]:
 
 
 def _require_version(found: int | None, place: URL) -> None:
-    if found != SCHEMA_VERSION:
+    if found != WIRE_VERSION:
         raise UserError(
             f"The ledger {place.render_as_string(hide_password=True)} has tables of version {found}, but this hexflow "
-            f"needs version {SCHEMA_VERSION}: use the hexflow that made it, or name another ledger with "
+            f"needs version {WIRE_VERSION}: use the hexflow that made it, or name another ledger with "
             "HEXFLOW_LEDGER_URL."
         )
 

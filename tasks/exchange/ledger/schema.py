@@ -29,10 +29,6 @@ from sqlalchemy import (
     literal_column,
 )
 
-SCHEMA_VERSION = 4
-"""Raise it with every change of a table, of what a column holds, and of the run directories that go with the rows: a
-ledger with another version is refused."""
-
 metadata = MetaData()
 
 schema_info = Table("schema_info", metadata, Column("version", Integer, primary_key=True))

@@ -22,7 +22,7 @@ from deployments.local.servers import Member, StackState
 from deployments.local.stack import Stack
 from deployments.prefect import api
 from deployments.prefect.api import Json, Unreachable
-from deployments.prefect.versions import WIRE_SCHEMA
+from deployments.prefect.versions import local_versions
 from planners.errors import UserError
 from planners.hardware.machine import Device, Machine
 from tasks import readiness
@@ -30,7 +30,8 @@ from tasks.config.files import load_experiment
 from tasks.config.settings import Settings
 from tasks.exchange.layout import RunDirectory
 from tasks.exchange.ledger import Ledger
-from tasks.exchange.ledger.schema import SCHEMA_VERSION, plan_epochs, schema_info
+from tasks.exchange.ledger.schema import plan_epochs, schema_info
+from tasks.exchange.wire import WIRE_VERSION
 from tasks.machine.devices import hold_devices
 from tests.support.api import FULL, FakeApi, a_state
 from tests.support.ledger import begin
@@ -234,7 +235,7 @@ def test_an_older_ledger_is_told_before_anything_starts(settings: Settings, monk
         connection.execute(update(schema_info).values(version=1))
     monkeypatch.setattr(cli, "_bring_up", started)
     message = (
-        rf"^The ledger .* has tables of version 1, but this hexflow needs version {SCHEMA_VERSION}: "
+        rf"^The ledger .* has tables of version 1, but this hexflow needs version {WIRE_VERSION}: "
         "use the hexflow that made it, or "
     )
     for command in (
@@ -246,8 +247,7 @@ def test_an_older_ledger_is_told_before_anything_starts(settings: Settings, monk
 
 
 def test_processes_that_share_no_ledger_share_no_stack() -> None:
-    """Whoever raises the ledger's version has to raise the wire's."""
-    assert int(WIRE_SCHEMA) >= SCHEMA_VERSION
+    assert local_versions()["wire_schema"] == str(WIRE_VERSION)
 
 
 def test_the_version_is_told(tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ def test_published_version_verifies(run: RunDirectory) -> None:
     assert path == run.weights_path(1, 7)
     manifest = json.loads((path / MANIFEST).read_text())
     assert (manifest["lineage"], manifest["number"]) == (1, 7)
-    assert manifest["files"]["model.safetensors"]["bytes"] == 7000
+    assert manifest["files"]["model.safetensors"]["size_bytes"] == 7000
 
 
 def test_version_is_never_reused(run: RunDirectory) -> None:

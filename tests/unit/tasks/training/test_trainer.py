@@ -123,7 +123,7 @@ def test_two_ranks_train_like_one(settings: Settings, tmp_path: Path) -> None:
     replica.start()
     argv = [sys.executable, "-m", "tasks.training.trainer", "--run", RUN, "--epoch", "0"]
     argv += ["--attempt", str(assign(ledger, "trainer", run_id=RUN).attempt)]
-    run_ranks(argv, {}, [run.logs / "trainer-0.log", run.logs / "trainer-0-rank-1.log"])
+    run_ranks(argv, {}, [run.log_path("trainer", 0, rank) for rank in (0, 1)])
     replica.stop()
 
     assert_published(run, (0, 3), replayed(run, ledger, experiment))
@@ -153,7 +153,7 @@ def test_a_trainer_that_is_ended_and_resumed_trains_like_one_that_was_not(settin
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()),
     }
-    process = ProcessGroup.start(argv, alone, run.logs / "trainer-0.log")
+    process = ProcessGroup.start(argv, alone, run.log_path("trainer", 0))
     try:
         wait_until(lambda: trainer_says(ledger)[1] == "waiting for the groups of step 2", process)
         os.kill(process.pid, signal.SIGTERM)
