@@ -163,3 +163,48 @@ def test_files_and_functions_stay_short() -> None:
     assert {name: lines for name, lines in lengths.items() if lines > LONGEST_FILE} == {}
     functions = {name_of(path): list(long_functions(path.read_text())) for path in SOURCES}
     assert {name: found for name, found in functions.items() if found} == {}
+
+
+TESTS = sorted((REPOSITORY / "tests").rglob("*.py"))
+PRIVATE_NAMES = 65
+"""How often tests take a name of ours that starts with an underscore; lower it when it falls."""
+
+
+def private_names(source: str) -> Iterator[str]:
+    """Private names of other modules that a test imports, reads or patches, once for each place."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in ROOMS:
+            yield from (alias.name for alias in node.names if alias.name.startswith("_"))
+        elif isinstance(node, ast.Attribute) and is_private(node.attr):
+            if not (isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")):
+                yield node.attr
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "setattr":
+            names = [part.value for part in node.args if isinstance(part, ast.Constant) and isinstance(part.value, str)]
+            yield from (name for name in names if is_private(name.rpartition(".")[2]))
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+def test_no_test_imports_another() -> None:
+    """What they share is in tests/support, which needs no test."""
+    among = ("tests.unit", "tests.property", "tests.e2e", "tests.conftest")
+    imports = {name_of(path): {m for m in imported_modules(path.read_text()) if m.startswith(among)} for path in TESTS}
+    assert {name: sorted(modules) for name, modules in imports.items() if modules} == {}
+
+
+def test_unit_tests_lie_in_the_rooms_they_test() -> None:
+    unit = REPOSITORY / "tests" / "unit"
+    folders = {path.parent.relative_to(unit) for path in TESTS if path.is_relative_to(unit)}
+    assert [str(folder) for folder in sorted(folders) if not (REPOSITORY / folder).is_dir()] == []
+
+
+def test_tests_take_no_more_private_names_than_they_did() -> None:
+    assert sorted(private_names("from tasks.x import _a\nimport m\nm._b\nself._c\npatch.setattr(m, '_d', 1)")) == [
+        "_a",
+        "_b",
+        "_d",
+    ]
+    taken = {name_of(path): names for path in TESTS if (names := list(private_names(path.read_text())))}
+    assert sum(map(len, taken.values())) <= PRIVATE_NAMES, taken
