@@ -4,13 +4,16 @@ Experiment and cluster files are both read by it.
 """
 
 import difflib
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
-import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
+from ruamel.yaml import YAML
+from ruamel.yaml.constructor import DuplicateKeyError
+from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
 from planners.errors import UserError
 
@@ -85,20 +88,23 @@ def parse_yaml(text: str) -> Any:
     """The value of a YAML text.
 
     Raises:
-        ValueError: it is no YAML, or a key occurs twice in one section; the message says where, without a full stop.
+        ValueError: it is no YAML, or a key occurs twice in one section, so that one of its values would be lost without
+            a word; the message says where, without a full stop.
     """
     try:
-        return yaml.load(text, _UniqueKeys)
-    except yaml.MarkedYAMLError as error:
+        return YAML(typ="safe", pure=True).load(text)  # the one in C ends the process where nesting is deep
+    except DuplicateKeyError as error:
+        twice = re.search(r'duplicate key "(.*?)"', str(error.problem))
+        mark = error.problem_mark
+        raise ValueError(f"line {mark.line + 1}: the key '{twice[1] if twice else '?'}' is there twice") from None
+    except MarkedYAMLError as error:
         mark = error.problem_mark
         where = f"line {mark.line + 1}: " if mark else ""
         raise ValueError(where + ", ".join(filter(None, (error.context, error.problem)))) from None
-    except yaml.YAMLError as error:
+    except YAMLError as error:
         raise ValueError(" ".join(str(error).split())) from None
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
-    except AttributeError:  # of PyYAML, for a value marked as a time that is none
-        raise ValueError("a value is not of the type that it is marked with") from None
 
 
 def parse_section(kind: type[_Model], tree: Any, origin: str) -> _Model:
@@ -113,20 +119,6 @@ def parse_section(kind: type[_Model], tree: Any, origin: str) -> _Model:
         faults = list(dict.fromkeys(_describe(kind, fault) for fault in error.errors()))
         more = [f"and {len(faults) - _SHOWN_FAULTS} more"] if len(faults) > _SHOWN_FAULTS else []
         raise UserError(f"{origin}: {'; '.join(faults[:_SHOWN_FAULTS] + more)}.") from None
-
-
-class _UniqueKeys(yaml.SafeLoader):
-    """Refuses a key that occurs twice: of two values the first would be lost without a word."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen = set()
-        for key, _ in node.value:
-            if isinstance(key, yaml.ScalarNode) and key.value in seen:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"the key '{key.value}' is there twice", key.start_mark
-                )
-            seen.add(key.value if isinstance(key, yaml.ScalarNode) else None)
-        return super().construct_mapping(node, deep)
 
 
 def _hint(path: Path, what: str) -> str:

@@ -56,10 +56,10 @@ def pins(lock: Path) -> list[Requirement]:
     ("directory", "declared"),
     [
         ("planners", RUNNING),
-        ("tasks", RUNNING | ENGINE),
+        ("tasks", RUNNING | ENGINE | named(EXTRAS["postgres"])),
         ("flows", RUNNING),
         ("deployments", RUNNING),
-        ("benchmarks", RUNNING | ENGINE | named(EXTRAS["bench"])),
+        ("benchmarks", RUNNING | ENGINE | named(EXTRAS["bench"] + EXTRAS["postgres"])),
         ("tests", RUNNING | ENGINE | named(EXTRAS["dev"] + EXTRAS["postgres"])),
     ],
 )
