@@ -10,7 +10,7 @@ there be at most (η + 1)·B: no call reads more the longer the run gets. Who as
 a writing transaction, which makes others wait, only where it can succeed.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,10 +64,6 @@ NOT_THE_PROMPTS_FAULT = frozenset({ABANDONED, ABORTED, LEASE_LOST, STALE})
 """Reasons that do not count towards a prompt's quarantine: long answers are lost more often, and must not be biased."""
 
 
-_IDS_AT_ONCE = 1000
-"""Ids in one statement; SQLite takes 32,766 parameters."""
-
-
 @dataclass(frozen=True, slots=True)
 class _Open:
     """An open group as the rule of consumption sees it."""
@@ -79,6 +75,11 @@ class _Open:
 
 class Groups(Database):
     """The groups of a run, from lease to consumption."""
+
+    def __init__(self, url: str) -> None:
+        """See `Database`."""
+        super().__init__(url)
+        self._refused: set[Actor] = set()
 
     def lease_group(self, actor: Actor, loaded_version: int, key: str) -> Lease | None:
         """Lease the next prompt to a replica: dropped prompts first, then a new one; quarantined ones never.
@@ -96,14 +97,19 @@ class Groups(Database):
         Raises:
             Fenced: this attempt is no longer current.
         """
-        with self.read() as connection:
-            if _admission(connection, actor, loaded_version) is None:
-                return _lease_under(connection, actor, key)
+        if actor in self._refused:  # it polls: no write, which makes others wait, before there is one to have
+            with self.read() as connection:
+                if _admission(connection, actor, loaded_version) is None:
+                    return _lease_under(connection, actor, key)
+            self._refused.discard(actor)
         with self.write(actor.run_id) as connection:
             admission = _admission(connection, actor, loaded_version)
             known = _lease_under(connection, actor, key)
-            if known is not None or admission is None:
+            if known is not None:
                 return known
+            if admission is None:
+                self._refused.add(actor)
+                return None
             run, version = admission
             lease = Lease(_next_group_id(connection, run.run_id), _hold_prompt(connection, run.run_id), version)
             keys = {"run_id": run.run_id, "group_id": lease.group_id, "prompt_index": lease.prompt_index}
@@ -291,24 +297,6 @@ class Groups(Database):
         query = select(*columns_of(GroupRow, groups)).where(groups.c.run_id == run_id).order_by(groups.c.group_id)
         with self.read() as connection:
             return [GroupRow(*row) for row in connection.execute(query)]
-
-    def disposable_groups(self, run_id: str, found: Collection[int], keep_steps: int, checkpoint_step: int) -> set[int]:
-        """Those of the groups `found` whose payload nobody will read again, for `trajectories.delete_payloads`.
-
-        They are dropped, or were consumed before the last `keep_steps` steps and before `checkpoint_step`, the step of
-        the oldest checkpoint that a resume may use. `found` are the groups whose payloads are on storage, see
-        `trajectories.found_payloads`: what is gone is not asked about again, and what could not be deleted is.
-        """
-        ids = sorted(found)
-        disposable: set[int] = set()
-        with self.read() as connection:
-            kept_from = min(checkpoint_step, next_step(connection, run_id) - keep_steps)
-            condition = or_(groups.c.state == "dropped", groups.c.step < kept_from)
-            for start in range(0, len(ids), _IDS_AT_ONCE):
-                these = groups.c.group_id.in_(ids[start : start + _IDS_AT_ONCE])
-                query = select(groups.c.group_id).where(groups.c.run_id == run_id, these, condition)
-                disposable.update(connection.scalars(query))
-        return disposable
 
 
 def next_step(connection: Connection, run_id: str) -> int:

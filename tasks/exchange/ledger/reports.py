@@ -14,6 +14,8 @@ from tasks.exchange.ledger.schema import drops, evaluations, groups, is_open, sp
 from tasks.exchange.ledger.versions import newest_live_version, usable_version
 from tasks.exchange.trajectories import Outcome
 
+_IDS_AT_ONCE = 1000
+"""Ids in one statement; SQLite takes 32,766 parameters."""
 SPAN_KINDS = ("busy", "wait", "publish", "load")
 
 
@@ -139,6 +141,24 @@ class Reports(Database):
                 finished.append((run_of(connection, run_id).lineage, last))
         proven = {(lineage, step + 1) for lineage, step in finished if step >= 0}
         return sorted(proven & set(found), key=lambda checkpoint: checkpoint[1])
+
+    def disposable_groups(self, run_id: str, found: Collection[int], keep_steps: int, checkpoint_step: int) -> set[int]:
+        """Those of the groups `found` whose payload nobody will read again, for `trajectories.delete_payloads`.
+
+        They are dropped, or were consumed before the last `keep_steps` steps and before `checkpoint_step`, the step of
+        the oldest checkpoint that a resume may use. `found` are the groups whose payloads are on storage, see
+        `trajectories.found_payloads`: what is gone is not asked about again, and what could not be deleted is.
+        """
+        ids = sorted(found)
+        disposable: set[int] = set()
+        with self.read() as connection:
+            kept_from = min(checkpoint_step, next_step(connection, run_id) - keep_steps)
+            condition = or_(groups.c.state == "dropped", groups.c.step < kept_from)
+            for start in range(0, len(ids), _IDS_AT_ONCE):
+                these = groups.c.group_id.in_(ids[start : start + _IDS_AT_ONCE])
+                query = select(groups.c.group_id).where(groups.c.run_id == run_id, these, condition)
+                disposable.update(connection.scalars(query))
+        return disposable
 
     def progress(self, run_id: str) -> Progress:
         """How far the run is, in one consistent reading of what is open, what is new, and the totals."""

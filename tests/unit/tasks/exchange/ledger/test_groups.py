@@ -39,6 +39,21 @@ def test_the_gate_shuts_at_the_bound_and_opens_with_a_newer_version(
     assert ask(ledger, replica, 1) is None
 
 
+def test_who_asks_again_and_again_does_not_wait_for_writers(ledger: Ledger, trainer: Actor, replica: Actor) -> None:
+    while ask(ledger, replica, 0):
+        pass
+    with ledger.write(RUN):
+        assert ask(ledger, replica, 0) is None
+        assert ledger.take_groups(trainer, 0) is None
+        assert ledger.claim_evaluation(replica, 0) is None
+        assert ledger.latest_version(RUN) == (0, 0)
+    load(ledger, replica, (0, 0))
+    assert ask(ledger, replica, 0) is None
+    ledger.record_version(trainer, 1, "path-1")
+    load(ledger, replica, (0, 1))
+    assert ask(ledger, replica, 1) is not None
+
+
 def test_a_version_that_was_not_reported_opens_nothing(ledger: Ledger, trainer: Actor, replica: Actor) -> None:
     for _ in range(B * (ETA + 1)):
         lease(ledger, replica)
