@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from deepspeed.runtime.zero.stage3 import estimate_zero3_model_states_mem_needs
+from deepspeed.runtime.zero.stage_1_and_2 import estimate_zero2_model_states_mem_needs
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from planners.costs.memory import training_states
@@ -14,6 +16,7 @@ from tasks.models.dtypes import torch_dtype
 from tasks.training import memory
 from tasks.training.engine import Engine
 from tasks.training.policy import Policy
+from tests.support.places import DEPLOYMENTS
 from tests.support.training import VOCABULARY, make_engine, one_rank, save_tiny_model, tiny_model
 
 
@@ -60,6 +63,16 @@ def test_deepspeed_holds_what_the_planner_counts(dtype: Dtype, zero_stage: int, 
     kept = 2 * model.weight_bytes if zero_stage == 3 else 0
     counted = training_states(model, data_ranks=1, zero=zero_stage).total - (gathered if zero_stage == 3 else 0)
     assert counted - 2.2 * model.parameters < held - kept < counted + 0.2 * model.parameters
+
+
+@pytest.mark.parametrize("ranks", [1, 4, 8])
+def test_the_planner_counts_what_deepspeeds_estimators_say(ranks: int) -> None:
+    model = read_model(DEPLOYMENTS / "models" / "r1-distill-qwen-7b")
+    layer = max(model.layer_parameters, model.vocabulary * model.hidden)
+    _, two = estimate_zero2_model_states_mem_needs(model.parameters, ranks, 1, False, 1.0)
+    _, three, _ = estimate_zero3_model_states_mem_needs(model.parameters, layer, ranks, 1, False, False, False, 1.0)
+    assert training_states(model, data_ranks=ranks, zero=2).total == pytest.approx(two, rel=1e-6)
+    assert training_states(model, data_ranks=ranks, zero=3).total == pytest.approx(three, rel=1e-6)
 
 
 def test_memory_is_checked_before_the_model_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
