@@ -29,7 +29,7 @@ from typing import Any
 from planners.costs.generation import ServingCost
 from planners.costs.training import Stage, TrainingCost, TrainingLayout
 from planners.hardware.catalogue import DeviceType, device_type
-from planners.hardware.topology import Topology, read_cluster
+from planners.hardware.topology import Topology
 from planners.plan.plan import ClusterPlan, build_plan
 from planners.plan.simulator import simulate
 from planners.search.columns import Problem
@@ -38,6 +38,7 @@ from planners.search.two_phase import Search
 from planners.workload.demand import Demand
 from planners.workload.lengths import LogNormal, constant
 from planners.workload.model import Model, read_model
+from tasks.config.trees import read_cluster
 
 DEPLOYMENTS = Path(__file__).parent.parent / "deployments"
 SIZES = ("1.5b", "7b", "14b")

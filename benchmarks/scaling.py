@@ -17,13 +17,14 @@ from typing import Any
 
 from benchmarks.paper import DEMAND, DEPLOYMENTS, models
 from planners.costs.sync import SyncMode
-from planners.hardware.topology import ClusterFile, Link, MachineGroup, Topology, parse_cluster, read_cluster
+from planners.hardware.topology import ClusterFile, Link, MachineGroup, Topology, parse_cluster
 from planners.plan.plan import ClusterPlan
 from planners.plan.simulator import simulate
 from planners.search.columns import Problem
 from planners.search.make import Goal, Mode, make_plan
 from planners.workload.demand import Demand
 from planners.workload.lengths import LogNormal
+from tasks.config.trees import read_cluster
 
 SIZES = (24, 32, 40, 56, 128, 256, 512, 1024, 4096)
 TWO = {"h800-sxm": 1, "h20": 7}

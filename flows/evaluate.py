@@ -8,8 +8,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from prefect import flow
+from prefect import State, flow
 from prefect.artifacts import create_table_artifact
+from prefect.states import Failed
 
 from flows.preparation import discover, prepare_here
 from flows.running.children import on_devices, run_until_it_ends
@@ -17,6 +18,7 @@ from planners.errors import UserError
 from planners.hardware.machine import Machine
 from planners.plan.run import MachineShare
 from tasks.config.experiment import LAPTOP, Experiment
+from tasks.config.files import read_resolved_experiment
 from tasks.config.settings import load_settings
 from tasks.exchange.layout import RunDirectory
 from tasks.exchange.ledger import Ledger
@@ -24,13 +26,21 @@ from tasks.exchange.weights import verify_weights
 
 
 @flow(name="evaluate", flow_run_name="evaluate-{experiment.run.name}", log_prints=True)
-def evaluate(experiment: Experiment = LAPTOP, run: str | None = None) -> dict[str, Any]:
+def evaluate(experiment: Experiment = LAPTOP, run: str | None = None) -> dict[str, Any] | State[Any]:
     """Evaluate on the questions kept from training, greedily and sampled; returns the first evaluation's result.
 
     Args:
         experiment: Model, data, prompt, rewards and evaluations; ignored where `run` names a run, which has its own.
         run: Run whose newest weights are evaluated; empty: the experiment's model as it is.
     """
+    try:
+        return evaluate_here(experiment, run)
+    except UserError as error:
+        return Failed(message=str(error))  # raised, the log would have a traceback of ours before it
+
+
+def evaluate_here(experiment: Experiment, run: str | None) -> dict[str, Any]:
+    """Evaluate on this machine's devices; arguments and result are those of the flow."""
     settings = load_settings()
     if run is not None:
         experiment = run_experiment(RunDirectory(settings.shared.runs / run), run)
@@ -75,7 +85,7 @@ def run_experiment(directory: RunDirectory, run_id: str) -> Experiment:
     """
     if not directory.experiment.exists():
         raise UserError(f"There is no run {run_id} in {directory.root.parent}: `hexflow runs` lists them.")
-    return Experiment.model_validate_json(directory.experiment.read_text())
+    return read_resolved_experiment(directory.experiment)
 
 
 def newest_weights(ledger: Ledger, run_id: str) -> Path:

@@ -7,11 +7,11 @@ from prefect.states import Failed
 
 from flows.preparation import discover, prepare_here
 from planners.errors import UserError
-from tasks.config.experiment import Experiment
+from tasks.config.experiment import LAPTOP, Experiment
 
 
 @flow(name="prepare", flow_run_name="prepare-{experiment.run.name}", log_prints=True)
-def prepare(experiment: Experiment = Experiment(), run: str | None = None) -> str | State[Any]:
+def prepare(experiment: Experiment = LAPTOP, run: str | None = None) -> str | State[Any]:
     """Prepare the model, and check that data, prompts, devices, memory and storage can serve the experiment.
 
     Args:

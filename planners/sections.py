@@ -1,12 +1,11 @@
 """What a person writes in YAML: read without losing a key, checked without surprises, and its faults in words.
 
-Experiment and cluster files are both read by it.
+Experiment and cluster files are both checked by it.
 """
 
 import difflib
 import re
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
@@ -17,8 +16,6 @@ from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
 from planners.errors import UserError
 
-SHIPPED = Path(__file__).resolve().parent.parent / "deployments"
-"""Where the shipped files lie, whatever the working directory is."""
 NAME_PATTERN = r"^[a-z0-9][a-z0-9-]*$"
 """The only pattern that texts in a section have to match."""
 _SHOWN_CHARACTERS = 60
@@ -51,37 +48,6 @@ class Section(BaseModel):
             if any(isinstance(item, bool) for item in given) and field is not None and field.annotation is not bool:
                 raise PydanticCustomError(_TRUTH, "{key}", {"key": key})
         return values
-
-
-def read_tree(path: Path, what: str) -> dict[str, Any]:
-    """The keys and values of a YAML file.
-
-    Args:
-        path: the file.
-        what: "experiment" or "cluster".
-
-    Raises:
-        UserError: the file is missing (a shipped one is named), unreadable, not YAML, empty, or not made of keys.
-    """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise UserError(f"There is no {what} file {path}{_hint(path, what)}") from None
-    except IsADirectoryError:
-        raise UserError(f"{path} is a directory: name one {what} file in it.") from None
-    except UnicodeDecodeError:
-        raise UserError(f"The {what} file {path} cannot be read: it is no text in UTF-8.") from None
-    except OSError as error:
-        raise UserError(f"The {what} file {path} cannot be read: {error.strerror}.") from None
-    try:
-        tree = parse_yaml(text)
-    except ValueError as error:
-        raise UserError(f"{path} is not valid YAML: {error}.") from None
-    if tree is None:
-        raise UserError(f"The {what} file {path} is empty; shipped ones lie in {SHIPPED / f'{what}s'}.")
-    if not isinstance(tree, dict):
-        raise UserError(f"The {what} file {path} must hold keys and values, not a {type(tree).__name__}.")
-    return tree
 
 
 def parse_yaml(text: str) -> Any:
@@ -119,13 +85,6 @@ def parse_section(kind: type[_Model], tree: Any, origin: str) -> _Model:
         faults = list(dict.fromkeys(_describe(kind, fault) for fault in error.errors()))
         more = [f"and {len(faults) - _SHOWN_FAULTS} more"] if len(faults) > _SHOWN_FAULTS else []
         raise UserError(f"{origin}: {'; '.join(faults[:_SHOWN_FAULTS] + more)}.") from None
-
-
-def _hint(path: Path, what: str) -> str:
-    """The end of the sentence that a file is not there: the shipped one of a similar name, or the place of all."""
-    files = {file.stem: file for file in sorted((SHIPPED / f"{what}s").glob("*.yaml"))}
-    near = difflib.get_close_matches(path.stem, files, n=1)
-    return f": did you mean {files[near[0]]}?" if near else f"; shipped ones lie in {SHIPPED / f'{what}s'}."
 
 
 def _describe(kind: type[BaseModel], fault: Any) -> str:

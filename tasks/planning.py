@@ -11,7 +11,7 @@ from planners.costs.sync import SyncMode
 from planners.errors import PlanError, UserError
 from planners.hardware.machine import Machine
 from planners.hardware.profile import DeviceProfile
-from planners.hardware.topology import Topology, discovered, read_cluster
+from planners.hardware.topology import Topology, discovered
 from planners.plan.explain import budget_curve, explain
 from planners.plan.plan import ClusterPlan
 from planners.plan.simulator import shown_steps, with_simulated_step
@@ -23,6 +23,7 @@ from planners.sections import Section
 from planners.workload.model import ELEMENT_BYTES, read_model
 from tasks.config.experiment import Experiment
 from tasks.config.settings import Settings
+from tasks.config.trees import read_cluster
 from tasks.models.prepare import prepare_model
 from tasks.training.checkpoints import WrittenBy
 from tasks.wishes import (

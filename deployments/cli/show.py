@@ -10,6 +10,7 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+from sqlalchemy.engine import make_url
 
 from deployments.cli.follow import minutes
 from deployments.local.servers import StackState
@@ -17,8 +18,8 @@ from deployments.prefect.api import PrefectApi, Unreachable
 from deployments.web import answers, without_password
 from planners.hardware.machine import Machine
 from planners.plan.plan import ClusterPlan
-from planners.sections import SHIPPED
 from tasks.config.settings import Settings
+from tasks.config.trees import SHIPPED
 from tasks.exchange.layout import RunDirectory
 from tasks.exchange.ledger import Ledger
 from tasks.exchange.ledger.rows import PlanEpochRow, RunRow
@@ -94,7 +95,8 @@ def _memory_gib(state: StackState) -> float:
 
 def _has_no_ledger(settings: Settings) -> bool:
     """Whether looking would make an empty ledger."""
-    return settings.shared.ledger_url.startswith("sqlite") and not (settings.local.home / "ledger.db").exists()
+    place = make_url(settings.shared.ledger_url)
+    return place.get_backend_name() == "sqlite" and not Path(place.database or "").exists()
 
 
 def show_running(settings: Settings, console: Console) -> None:

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 DEFAULT_QUEUE = "default"
 FILE = Path(__file__).parent / "prefect.yaml"
 SERVER_DEADLINE_S = 240.0
+_FORMS = ("flows", "planners", "tasks/config", "tasks/training/algorithms")
+"""Rooms whose code decides what the forms of the deployments ask."""
 DONE = "set-up is complete"
 """Last line of a successful set-up."""
 
@@ -79,14 +81,21 @@ def entries(text: str, machine: str, device_types: list[str]) -> list[Entry]:
     return control + placed
 
 
+def form_sources() -> list[Path]:
+    """The files that decide what set-up writes."""
+    root = FILE.parents[2]
+    return [
+        FILE,
+        Path(__file__),
+        root / "tasks/planning.py",
+        *(source for room in _FORMS for source in sorted((root / room).rglob("*.py"))),
+    ]
+
+
 def fingerprint(machine: str, device_types: list[str]) -> str:
     """Changes with anything that set-up writes: prefect.yaml, the machine, and the code that decides the forms."""
-    root = FILE.parents[2]
-    forms = ("flows", "tasks/config", "planners/workload", "planners/plan")
-    sources = [FILE, Path(__file__), root / "planners/sections.py", root / "tasks/planning.py"]
-    sources += [source for room in forms for source in sorted((root / room).rglob("*.py"))]
     digest = hashlib.sha256(repr((machine, device_types, local_versions())).encode())
-    for source in sources:
+    for source in form_sources():
         digest.update(source.read_bytes())
     return digest.hexdigest()
 

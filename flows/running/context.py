@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from planners.errors import UserError
 from planners.hardware.machine import Machine
 from tasks.config.experiment import Experiment
+from tasks.config.files import read_resolved_experiment
 from tasks.config.settings import Settings, load_settings
 from tasks.exchange.files import write_json
 from tasks.exchange.layout import RunDirectory
@@ -105,7 +106,7 @@ def _require_resumable(run: RunRow, machine: Machine, settings: Settings) -> Exp
         raise UserError(f"Run {run.run_id} is complete: there is nothing to resume. Start a new run instead.")
     if not directory.experiment.exists():
         raise UserError(f"Run {run.run_id} cannot be resumed: its directory {directory.root} is gone.")
-    experiment = Experiment.model_validate_json(directory.experiment.read_text())
+    experiment = read_resolved_experiment(directory.experiment)
     require_free_devices(experiment, machine, settings, run.run_id)
     return experiment
 

@@ -2,9 +2,9 @@
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 from uuid import UUID, uuid4
 
 import httpx
@@ -21,14 +21,38 @@ from tasks.exchange.ledger import Actor
 
 _WORKER_DEADLINE_S = 60.0
 _SERVER_DEADLINE_S = 600.0
-_RETRY_S = 5.0
+RETRY_S = 5.0
 _STATE_MAX_AGE_S = 3.0
 _log = logging.getLogger(__name__)
+_Started = TypeVar("_Started")
 
 
 def without_repeats() -> AbstractContextManager[Any]:
     """Prefect would repeat a request for a minute while its server is away; who supervises or leaves cannot wait."""
     return temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0})
+
+
+def patiently(start: Callable[[str], _Started], what: str) -> _Started:
+    """Start something by the Prefect server, again and again while that is away.
+
+    Args:
+        start: is given a key, the same each time: a request whose answer was lost must not start a second flow run.
+        what: what is started, for the message.
+
+    Raises:
+        RunFailed: the server did not come back.
+    """
+    give_up, key = time.monotonic() + _SERVER_DEADLINE_S, str(uuid4())
+    while True:
+        try:
+            return start(key)
+        except (httpx.HTTPError, PrefectException) as error:
+            if time.monotonic() > give_up:
+                raise RunFailed(
+                    f"The Prefect server did not start {what} within {_SERVER_DEADLINE_S:.0f} s: {error}"
+                ) from None
+            _log.warning("the Prefect server is away: %s", error)
+        time.sleep(RETRY_S)
 
 
 class PrefectLauncher:
@@ -48,20 +72,12 @@ class PrefectLauncher:
         Raises:
             RunFailed: no worker polls the pool, or the server did not come back.
         """
-        give_up = time.monotonic() + _SERVER_DEADLINE_S
-        key = str(uuid4())  # a request whose answer was lost is repeated, and must not start a second flow run
-        while True:
-            try:
-                self._wait_for_worker(share.device_type)
-                return self._start(actor, share, resume_step, key)
-            except (httpx.HTTPError, PrefectException) as error:
-                if time.monotonic() > give_up:
-                    raise RunFailed(
-                        f"The Prefect server did not start an actor on {share.machine} within "
-                        f"{_SERVER_DEADLINE_S:.0f} s: {error}"
-                    ) from None
-                _log.warning("the Prefect server is away: %s", error)
-            time.sleep(_RETRY_S)
+
+        def start(key: str) -> str:
+            self._wait_for_worker(share.device_type)
+            return self._start(actor, share, resume_step, key)
+
+        return patiently(start, f"an actor on {share.machine}")
 
     def _start(self, actor: Actor, share: MachineShare, resume_step: int | None, key: str) -> str:
         part: dict[str, object]

@@ -9,6 +9,7 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import httpx
@@ -18,7 +19,7 @@ from prefect.deployments import run_deployment
 from prefect.exceptions import PrefectException
 from prefect.states import Cancelling
 
-from flows.running.launcher import without_repeats
+from flows.running.launcher import patiently, without_repeats
 from planners.errors import UserError
 from planners.hardware.machine import Machine
 from planners.hardware.profile import DeviceProfile
@@ -92,20 +93,14 @@ def _run_all(
 
     Raises:
         UserError: one failed, in its own words, or a deadline passed.
+        RunFailed: the Prefect server did not come back.
     """
     asked: list[_Asked] = []
     try:
         for deployment, parameters in deployments.items():
-            created = run_deployment(
-                deployment,
-                parameters={"experiment": experiment.model_dump(mode="json"), "run": run, **parameters},
-                work_queue_name=queue,
-                job_variables={"env": settings.shared.environment()},
-                tags=["hexflow", *([f"run:{run}"] if run else [])],
-                timeout=0,
-                as_subflow=True,
-            )
-            asked.append(_Asked(deployment, cast(FlowRun, created)))  # outside an event loop it is no coroutine
+            whole = {"experiment": experiment.model_dump(mode="json"), "run": run, **parameters}
+            start = partial(_start, deployment, whole, queue, settings)
+            asked.append(_Asked(deployment, patiently(start, f"{deployment} on {queue}")))
         with without_repeats():
             _wait_for_all(client, asked, queue)
     finally:
@@ -114,6 +109,21 @@ def _run_all(
                 if not flow.is_over:
                     with suppress(httpx.HTTPError, PrefectException):
                         client.set_flow_run_state(flow.flow_run.id, Cancelling())
+
+
+def _start(deployment: str, parameters: dict[str, Any], queue: str, settings: Settings, key: str) -> FlowRun:
+    run = parameters["run"]
+    created = run_deployment(
+        deployment,
+        parameters=parameters,
+        work_queue_name=queue,
+        job_variables={"env": settings.shared.environment()},
+        tags=["hexflow", *([f"run:{run}"] if run else [])],
+        timeout=0,
+        idempotency_key=key,
+        as_subflow=True,
+    )
+    return cast(FlowRun, created)  # outside an event loop it is no coroutine
 
 
 def _wait_for_all(client: SyncPrefectClient, asked: list[_Asked], queue: str) -> None:

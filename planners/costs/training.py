@@ -28,7 +28,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from planners.costs import operators
-from planners.costs.memory import Memory, recomputes, training_memory
+from planners.costs.memory import Memory, recomputes, training_memory, training_states
 from planners.hardware.catalogue import DeviceType
 from planners.hardware.profile import DeviceProfile
 from planners.workload.demand import Demand
@@ -161,6 +161,18 @@ class TrainingCost:
             )
             for i, (stage, share) in enumerate(zip(layout.stages, self.layer_shares(layout.stages), strict=True))
         ]
+
+    def states_bytes(self, layout: TrainingLayout) -> float:
+        """Weights, gradients and optimiser states on all ranks together."""
+        stages = zip(layout.stages, self.layer_shares(layout.stages), strict=True)
+        return sum(
+            s.data
+            * s.tensor
+            * training_states(
+                self.model, data_ranks=s.data, tensor_ranks=s.tensor, layer_share=share, zero=layout.zero
+            ).total
+            for s, share in stages
+        )
 
     def imbalance(self, data_ranks: int) -> float:
         """Largest over mean work of the ranks when a minibatch's answers are dealt to them, longest first.

@@ -8,7 +8,6 @@ import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
 
 from pydantic import ConfigDict, Field
 
@@ -16,7 +15,7 @@ from planners.errors import UnknownDevice, UserError
 from planners.hardware.catalogue import CATALOGUE, DeviceType, device_type, measured_device
 from planners.hardware.machine import Device, Machine
 from planners.hardware.profile import DeviceProfile
-from planners.sections import NAME_PATTERN, Section, parse_section, read_tree
+from planners.sections import NAME_PATTERN, Section
 
 NETWORK_BYTES_PER_S = 1.25e9
 """Assumed between discovered machines: 10 Gbit/s."""
@@ -202,16 +201,6 @@ def _discovered_type(machine: Machine, first: Device, profile: DeviceProfile | N
     if profile is None:
         return replace(device_type(first.device_type), memory_bytes=memory)
     return measured_device(first.device_type, profile.gemm_flops_per_s, profile.memory_bytes_per_s, memory, first.kind)
-
-
-def read_cluster(path: Path) -> Topology:
-    """Read and check a cluster file.
-
-    Raises:
-        UserError: the file is missing, empty or not YAML, a key is unknown (the nearest is named) or there twice, a
-            value does not fit, or as `parse_cluster`.
-    """
-    return parse_cluster(parse_section(ClusterFile, read_tree(path, "cluster"), str(path)))
 
 
 def parse_cluster(file: ClusterFile) -> Topology:

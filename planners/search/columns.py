@@ -382,7 +382,7 @@ def _fits(problem: Problem, layout: TrainingLayout) -> bool:
 
 def _cannot_train(problem: Problem) -> str:
     """How many GiB are missing where it comes closest, and the smallest thing that would do."""
-    model, wish = problem.model, problem.training_wish
+    wish = problem.training_wish
     zero = 3 if wish.zero is None else wish.zero
     layouts = [TrainingLayout(stages, zero) for stages, _ in _wished_stage_lists(problem)]
     lacks = [max(m.total - m.available for m in problem.training.memory(layout)) for layout in layouts]
@@ -399,10 +399,11 @@ def _cannot_train(problem: Problem) -> str:
     else:
         remedy = f"{higher}the smallest that would do is {_smallest(problem)}"
     asked = f" as {wish.words} asks" if wish.words else ""
+    states = problem.training.states_bytes(closest)
     return (
         f"{_fits_nowhere(problem)}: training on {devices} (ZeRO {zero}){asked} comes closest and lacks "
         f"{min(lacks) / GIB:.1f} GiB per device. Its training states alone take "
-        f"{(16 + 4) * model.parameters / GIB:.0f} GiB over all devices that train; {remedy}."
+        f"{states / GIB:.0f} GiB over all devices that train; {remedy}."
     )
 
 

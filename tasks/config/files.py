@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from planners.errors import UserError
-from planners.sections import parse_section, parse_yaml, read_tree
+from planners.sections import parse_section, parse_yaml
 from tasks.config.experiment import Experiment
 from tasks.config.rewards import FUNCTION
+from tasks.config.trees import read_tree
 
 Location = tuple[str | int, ...]
 """Keys and numbers in lists that lead to a value of a tree."""

@@ -34,6 +34,11 @@ def moved_keys(tree: Mapping[str, Any]) -> str | None:
         found.append("`data` is a list of sources now, write `data: [{kind: …}]`")
     if "reward" in tree:
         found.append("`reward` is a list now, write `rewards: [{kind: …}]`")
+    if found and not isinstance(tree.get("prompt"), Mapping):
+        found.append(
+            "without a `prompt` section questions are now put by the tokenizer's chat template, write one to keep the "
+            "prompt of before"
+        )
     return "; ".join(found) or None
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from planners.errors import UserError
 from planners.plan.run import ReplicaPlan
 from tasks.config.experiment import Experiment
+from tasks.config.files import read_resolved_experiment
 from tasks.config.settings import load_settings
 from tasks.exchange.layout import RunDirectory
 from tasks.exchange.ledger import Actor, Ledger
@@ -60,7 +61,7 @@ async def serve(ledger: Ledger, scope: ActorScope, plan: ReplicaPlan, leaving: a
     """Start the replica's parts as planned, serve until `leaving`, and end them all."""
     settings, actor = load_settings(), scope.actor
     run = RunDirectory(settings.shared.runs / actor.run_id)
-    experiment = Experiment.model_validate_json(run.experiment.read_text())
+    experiment = read_resolved_experiment(run.experiment)
     model_path = find_model(experiment.model, settings)
     scope.report("starting", "waiting for the weights to begin with")
     lineage, number, weights_path = await first_weights(ledger, actor, run, experiment, model_path)
@@ -137,7 +138,7 @@ async def first_weights(
             return 0, 0, model_path
         if latest is not None:
             path = run.weights_path(*latest)
-            if ledger.claim_version(actor, *latest) and path.exists():
+            if path.exists() and ledger.claim_version(actor, *latest):
                 verify_weights(path)
                 return (*latest, path)
         await asyncio.sleep(0.5)

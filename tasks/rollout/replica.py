@@ -195,9 +195,8 @@ class Replica:
     async def _load(self, lineage: int, number: int) -> None:
         ledger, actor = self._p.ledger, self._p.actor
         path = self._p.run.weights_path(lineage, number)
-        claimed = await asyncio.to_thread(ledger.claim_version, actor, lineage, number)
-        if not claimed or not path.exists():
-            return  # superseded before the claim, or not visible here yet: the next poll asks again
+        if not path.exists() or not await asyncio.to_thread(ledger.claim_version, actor, lineage, number):
+            return  # not visible here yet, or superseded before the claim: the next poll asks again
         await asyncio.to_thread(verify_weights, path)
         if lineage != self._p.engine.loaded[0]:
             # The trainer went back to a checkpoint: tokens of versions above it come from a policy that is no more.

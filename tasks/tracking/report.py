@@ -13,7 +13,7 @@ from statistics import fmean, median
 from typing import Any
 
 from planners.plan.plan import ClusterPlan
-from tasks.config.experiment import Experiment
+from tasks.config.files import read_resolved_experiment
 from tasks.exchange.files import temporary_sibling, write_json
 from tasks.exchange.layout import RunDirectory
 from tasks.exchange.ledger import Ledger
@@ -35,7 +35,7 @@ def write_report(directory: RunDirectory, ledger: Ledger, run_id: str, plan: Clu
     if run is None:
         raise LookupError(f"the ledger knows no run {run_id}")
     steps, evaluations = ledger.steps(run_id), ledger.evaluations(run_id)
-    group_size = Experiment.model_validate_json(directory.experiment.read_text()).workload.group_size
+    group_size = read_resolved_experiment(directory.experiment).workload.group_size
     summary = summarise(run, ledger.progress(run_id), steps, ledger.spans(run_id), evaluations, plan, group_size)
     write_json(directory.summary, summary)
     plot_curves(directory.curves, steps, evaluations, run.max_staleness, run_id)
@@ -289,6 +289,6 @@ def _series(steps: Sequence[StepRow], name: str) -> tuple[list[int], list[float]
     return [step for step, _ in points], [value for _, value in points]
 
 
-def _smooth(values: Sequence[float], width: int = 5) -> list[float]:
-    """Mean of up to `width` values that end at each one."""
-    return [fmean(values[max(0, end - width) : end]) for end in range(1, len(values) + 1)]
+def _smooth(values: Sequence[float]) -> list[float]:
+    """Mean of up to five values that end at each one."""
+    return [fmean(values[max(0, end - 5) : end]) for end in range(1, len(values) + 1)]

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from planners.errors import UserError
 from tasks.config.experiment import Experiment
+from tasks.config.files import read_resolved_experiment
 from tasks.config.settings import load_settings
 from tasks.exchange.layout import RunDirectory
 from tasks.exchange.ledger import Actor, GroupRow, Ledger
@@ -217,7 +218,7 @@ def main() -> None:
     try:
         apply_device_environment()
         run = RunDirectory(load_settings().shared.runs / args.run)
-        experiment = Experiment.model_validate_json(run.experiment.read_text())
+        experiment = read_resolved_experiment(run.experiment)
         if os.environ["RANK"] == "0":
             lead(args, experiment)
         else:

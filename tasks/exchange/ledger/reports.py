@@ -31,10 +31,15 @@ class Reports(Database):
             Fenced: this supervisor is no longer current.
         """
         run_id = supervisor.run_id
+        this = (evaluations.c.run_id == run_id, evaluations.c.purpose == purpose)
+        asked = select(evaluations.c.version).where(*this)
+        with self.read() as connection:  # a supervisor asks every second until it is answered
+            require_supervisor(connection, supervisor)
+            if connection.scalar(asked) == version:
+                return
         with self.write(run_id) as connection:
             require_supervisor(connection, supervisor)
-            this = (evaluations.c.run_id == run_id, evaluations.c.purpose == purpose)
-            if connection.scalar(select(evaluations.c.version).where(*this)) == version:
+            if connection.scalar(asked) == version:
                 return
             connection.execute(delete(evaluations).where(*this))
             values = {"run_id": run_id, "purpose": purpose, "version": version, "state": "requested"}

@@ -7,13 +7,13 @@ import pytest
 
 from planners.errors import CHOICES, UserError
 from planners.hardware.machine import Device, Machine
-from planners.hardware.topology import read_cluster
 from planners.search.columns import Problem, TrainingWish, rollout_columns, training_columns
 from planners.workload.model import read_model
 from tasks import planning as cluster_planning
 from tasks.config.experiment import Experiment
 from tasks.config.files import load_experiment
 from tasks.config.settings import Settings, load_settings
+from tasks.config.trees import read_cluster
 from tasks.planning import NAMES, ClusterStudy, ClusterWish, plan_run
 from tasks.planning import study_cluster as study
 from tasks.training.checkpoints import WrittenBy

@@ -5,6 +5,7 @@ import io
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
@@ -321,6 +322,15 @@ def test_the_command_line_starts_without_the_heavy_packages() -> None:
         "print([name for name in ('prefect', 'torch', 'mlflow', 'vllm', 'transformers') if name in sys.modules])"
     )
     assert subprocess.check_output([sys.executable, "-c", code], text=True, timeout=60).strip() == "[]"
+
+
+def test_runs_of_a_ledger_elsewhere_are_listed(settings: Settings, tmp_path: Path) -> None:
+    """Whether there is a ledger is asked of the file that its URL names."""
+    elsewhere = replace(settings, shared=replace(settings.shared, ledger_url=f"sqlite:///{tmp_path / 'other.db'}"))
+    begin(Ledger(elsewhere.shared.ledger_url), "tiny-1", (4, 2, 4))
+    out = io.StringIO()
+    show_runs(elsewhere, Console(file=out, width=160))
+    assert "tiny-1" in out.getvalue()
 
 
 def test_runs_are_listed_with_their_results(settings: Settings) -> None:

@@ -1,12 +1,17 @@
 """What a server is set up with, and which workers may serve it."""
 
+import inspect
 import json
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from importlib import import_module
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
 
 import pytest
 import yaml
+from pydantic import BaseModel
 
 from deployments.local import servers
 from deployments.local.worker import wait_for_setup
@@ -14,6 +19,8 @@ from deployments.prefect import setup
 from deployments.prefect.api import PrefectApi, Unreachable
 from deployments.prefect.versions import differences, local_versions
 from planners.errors import UserError
+
+ROOMS = ("planners", "tasks", "flows", "deployments")
 
 
 class FakeServer:
@@ -73,6 +80,29 @@ def test_prefect_yaml_names_flows_that_exist() -> None:
     for item in tree["deployments"] + tree["per_device_type"]:
         module, function = item["entrypoint"].split(":")
         assert f"def {function}(" in (root / f"{module.replace('.', '/')}.py").read_text()
+
+
+def reachable_models(annotation: Any, found: set[type[BaseModel]]) -> None:
+    """The models that a form asks, however deep in lists, unions and other models."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel) and annotation not in found:
+        found.add(annotation)
+        for field in annotation.model_fields.values():
+            reachable_models(field.annotation, found)
+    for part in get_args(annotation):
+        reachable_models(part, found)
+
+
+def test_a_change_of_any_form_sets_up_anew() -> None:
+    """Each model that a deployment's parameters reach lies in a file that the fingerprint reads."""
+    sources, models = set(setup.form_sources()), set[type[BaseModel]]()
+    for entry in setup.entries(setup.FILE.read_text(), "here", ["cpu"]):
+        module, function = entry.entrypoint.split(":")
+        flow = getattr(import_module(module), function)
+        for annotation in get_type_hints(flow.fn, include_extras=True).values():
+            reachable_models(annotation, models)
+    files = {Path(inspect.getfile(model)) for model in models if model.__module__.split(".")[0] in ROOMS}
+    assert {file.name for file in files} >= {"cispo.py", "data.py", "sections.py"}
+    assert files - sources == set()
 
 
 def test_differences_of_versions() -> None:

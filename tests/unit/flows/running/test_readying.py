@@ -6,12 +6,13 @@ from types import SimpleNamespace
 from typing import Any
 from uuid import UUID, uuid4
 
+import httpx
 import pytest
 from prefect.client.schemas.objects import State
 from prefect.settings import PREFECT_CLIENT_MAX_RETRIES
 from prefect.states import Completed, Failed, Pending, Running
 
-from flows.running import readying
+from flows.running import launcher, readying
 from planners.errors import UserError
 from planners.hardware.machine import Device, Machine
 from planners.hardware.profile import DeviceProfile
@@ -33,9 +34,14 @@ class FakeServer:
         self.asked: dict[str, dict[str, Any]] = {}
         self.cancelled: list[str] = []
         self.known: set[str] = set()
+        self.away: list[str] = []
+        """Keys of the requests that the server, which is away, does not answer; "" stands for the next."""
         self._names: dict[UUID, str] = {}
 
     def run_deployment(self, name: str, **options: Any) -> SimpleNamespace:
+        if "" in self.away:
+            self.away[self.away.index("")] = options["idempotency_key"]
+            raise httpx.ConnectError("refused")
         self.asked[name] = options
         flow_run = SimpleNamespace(id=uuid4())
         self._names[flow_run.id] = name
@@ -96,6 +102,16 @@ def test_a_machine_whose_types_are_known_is_only_made_ready(server: FakeServer) 
     server.known = {"a", "b"}
     readying.ready_and_measured(Experiment(), HERE)
     assert set(server.asked) == {"prepare/a"}
+
+
+def test_a_server_that_is_away_is_asked_again_under_the_same_key(
+    server: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request whose answer was lost starts no second flow run."""
+    monkeypatch.setattr(launcher, "RETRY_S", 0.0)
+    server.known, server.away = {"a", "b"}, ["", ""]
+    readying.ready_and_measured(Experiment(), HERE)
+    assert server.away == [server.asked["prepare/a"]["idempotency_key"]] * 2
 
 
 def test_what_a_machine_cannot_do_is_said_in_its_own_words_and_the_others_are_ended(server: FakeServer) -> None:

@@ -14,10 +14,10 @@ from planners.costs.memory import GIB, kv_capacity_tokens, micro_batch_tokens, t
 from planners.costs.sync import sync_of
 from planners.costs.training import Stage, TrainingCost, TrainingLayout
 from planners.hardware.catalogue import CATALOGUE, device_type
-from planners.hardware.topology import read_cluster
 from planners.workload.demand import Demand
 from planners.workload.lengths import Lengths, LogNormal, constant
 from planners.workload.model import read_model
+from tasks.config.trees import read_cluster
 from tests.support.places import DEPLOYMENTS
 from tests.support.plan import profile_of
 
@@ -221,3 +221,13 @@ def test_storage_is_written_by_the_trainer_and_loaded_by_the_replicas() -> None:
     assert (there.train_s, there.rollout_s, there.delay_s) == (sync.train_s, 12.0, sync.train_s + 12.0)
     back = sync_of("storage", topology, others, [trainer], weights, {"h20": measured})
     assert (back.train_s, back.rollout_s) == (7.0, sync.rollout_s)
+
+
+@pytest.mark.parametrize(("element_bytes", "per_parameter"), [(2, 20), (4, 16)])
+def test_states_of_all_ranks_are_those_of_one_times_their_number(element_bytes: int, per_parameter: int) -> None:
+    """Without ZeRO each rank holds all: weights, gradients, and what the optimiser keeps in this type."""
+    model = replace(MODEL, element_bytes=element_bytes)
+    cost = TrainingCost(model, DEMAND, CATALOGUE)
+    for data in (1, 4):
+        layout = TrainingLayout((Stage("h20", data, 1, 1),), 0)
+        assert cost.states_bytes(layout) == pytest.approx(data * per_parameter * model.parameters)

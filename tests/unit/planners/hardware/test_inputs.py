@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 
 from planners.errors import UserError
 from planners.hardware.catalogue import CATALOGUE, device_type
-from planners.hardware.topology import ClusterFile, parse_cluster, read_cluster
+from planners.hardware.topology import ClusterFile, parse_cluster
 from planners.workload.demand import Demand, demand_of
 from planners.workload.lengths import Histogram, Lengths, LogNormal, Samples, constant
 from planners.workload.model import model_from_config, read_model
 from planners.workload.step import Workload
+from tasks.config.trees import read_cluster
 from tests.support.places import REPOSITORY
 from tests.support.plan import SMOLLM2
 

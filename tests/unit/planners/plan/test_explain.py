@@ -11,7 +11,7 @@ import pytest
 from planners.errors import UserError
 from planners.hardware.machine import Device, Machine
 from planners.hardware.profile import DeviceProfile
-from planners.hardware.topology import Topology, discovered, read_cluster
+from planners.hardware.topology import Topology, discovered
 from planners.plan.explain import budget_curve, cluster_map, explain, gantt, memory_table
 from planners.plan.plan import read_plan
 from planners.plan.simulator import simulate, with_simulated_step
@@ -25,6 +25,7 @@ from planners.workload.lengths import LogNormal, constant
 from planners.workload.model import model_from_config, read_model
 from planners.workload.step import Workload
 from tasks.config.files import load_experiment
+from tasks.config.trees import read_cluster
 from tasks.planning import ClusterStudy
 from tasks.wishes import demand_for
 from tests.support.places import DEPLOYMENTS

@@ -8,12 +8,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from planners.errors import UserError
-from planners.hardware.topology import read_cluster
 from planners.plan.plan import ClusterPlan, IterationPlan
 from planners.plan.simulator import Simulation, Simulator, simulate, with_simulated_step
 from planners.workload.demand import Demand
 from planners.workload.lengths import Lengths, LogNormal, constant
 from planners.workload.model import read_model
+from tasks.config.trees import read_cluster
 from tests.support.places import DEPLOYMENTS
 from tests.support.plan import plan_for
 

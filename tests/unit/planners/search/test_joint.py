@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from planners.costs.sync import SyncMode
 from planners.errors import UserError
-from planners.hardware.topology import ClusterFile, Topology, parse_cluster, read_cluster
+from planners.hardware.topology import ClusterFile, Topology, parse_cluster
 from planners.plan.plan import ClusterPlan
 from planners.plan.simulator import simulate
 from planners.search.columns import TrainingWish
@@ -18,6 +18,7 @@ from planners.search.make import Mode
 from planners.workload.demand import Demand
 from planners.workload.lengths import Lengths, LogNormal, constant
 from planners.workload.model import Model, read_model
+from tasks.config.trees import read_cluster
 from tests.support.places import DEPLOYMENTS
 from tests.support.plan import cluster_of, plan_for
 

@@ -9,13 +9,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from planners.errors import UserError
-from planners.hardware.topology import ClusterFile, parse_cluster, read_cluster
+from planners.hardware.topology import ClusterFile, parse_cluster
 from planners.search.columns import Problem, RolloutColumn, rollout_columns
 from planners.search.partition import Repartition, Variant, device_graph
 from planners.search.two_phase import LENGTH_CLASSES, class_rate, makespan_s, solve_rollout, windowed_rollout_s
 from planners.workload.demand import Demand
 from planners.workload.lengths import LogNormal, constant
 from planners.workload.model import read_model
+from tasks.config.trees import read_cluster
 from tests.support.places import DEPLOYMENTS
 from tests.support.plan import plan_for
 

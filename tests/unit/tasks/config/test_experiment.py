@@ -269,7 +269,10 @@ def test_a_key_of_another_kind_is_refused_even_at_its_default(overrides: list[st
                 "`reward.processes` has moved, write `rollout.scoring_processes`",
             ],
         ),
-        ({"run": {"evaluation_samples": 4}}, ["write `evaluations: [{kind: held_out, samples: …}]`"]),
+        (
+            {"run": {"evaluation_samples": 4}},
+            ["write `evaluations: [{kind: held_out, samples: …}]`", "write one to keep the prompt of before"],
+        ),
     ],
 )
 def test_experiments_of_before_are_told_what_to_write(
