@@ -88,7 +88,7 @@ def test_ctrl_c_cancels_a_run_here_and_on_the_server(stack_settings: Settings) -
     ledger = Ledger(stack_settings.shared.ledger_url)
     run = Run(stack_settings, "train", str(EXPERIMENT))
     run_id = run.run_id
-    until(lambda: len(ledger.actors(run_id)) == 3, 400, "supervisor, trainer and replica")
+    until(lambda: [row.pid is None for row in ledger.actors(run_id)] == [False] * 3, 400, "all three processes")
     run.process.send_signal(signal.SIGINT)
     status, output = run.wait()
     assert status == 130, output
