@@ -80,7 +80,7 @@ class Supervisor:
         self._run = run
         self._epoch = epoch
         self._plan = plan
-        self._machine = plan.trainer.machines[0].machine
+        self._machine = run.machine.name
         self._launcher = launcher
         self._on_progress = on_progress
         self._settings = run.experiment.run
@@ -141,8 +141,8 @@ class Supervisor:
         self._kill([child.row for child in left if child.row])
         for child in left:
             self._try_to_fence(child)
-        if away := [child for child in left if child.shares[0].machine != self._machine]:
-            named = ", ".join(f"{_name(child.actor)} on {child.shares[0].machine}" for child in away)
+        if away := [(c, share) for c in left for share in c.shares if share.machine != self._machine]:
+            named = ", ".join(f"{_name(child.actor)} on {share.machine}" for child, share in away)
             raise RunFailed(f"{named} did not end: stop the worker there with `hexflow down`.")
 
     def _try_to_fence(self, child: _Child) -> None:
