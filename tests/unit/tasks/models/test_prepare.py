@@ -18,7 +18,8 @@ from planners.errors import UserError
 from tasks.config.sections import ModelSection
 from tasks.config.settings import Settings
 from tasks.models import prepare as models
-from tasks.models.prepare import ShippedModel, prepare_model
+from tasks.models.prepare import prepare_model
+from tasks.models.shipped import SHIPPED_MODELS, ShippedModel
 from tests.support.places import DEPLOYMENTS, settings_of
 
 
@@ -43,7 +44,7 @@ def private(tmp_path: Path) -> Settings:
 def fake(monkeypatch: pytest.MonkeyPatch) -> FakeModel:
     fake = FakeModel()
     shipped = ShippedModel(fake.write, recipe=1, packages=("numpy",), disk_bytes=1, memory_bytes=1)
-    monkeypatch.setitem(models.SHIPPED_MODELS, "fake", shipped)
+    monkeypatch.setitem(SHIPPED_MODELS, "fake", shipped)
     return fake
 
 
@@ -61,9 +62,9 @@ def test_dtype_recipe_and_package_versions_decide_the_place(
     private: Settings, fake: FakeModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     places = {prepare_model(FAKE, private), prepare_model(ModelSection(source="fake", dtype="bfloat16"), private)}
-    shipped = models.SHIPPED_MODELS["fake"]
+    shipped = SHIPPED_MODELS["fake"]
     for other in (replace(shipped, recipe=2), replace(shipped, packages=("safetensors",))):
-        monkeypatch.setitem(models.SHIPPED_MODELS, "fake", other)
+        monkeypatch.setitem(SHIPPED_MODELS, "fake", other)
         places.add(prepare_model(FAKE, private))
     assert len(places) == 4
 
@@ -130,7 +131,7 @@ def test_an_interrupted_preparation_leaves_no_model_and_is_cleared_by_the_next(
         (directory / "half").write_bytes(b"half")
         raise ValueError("broken")
 
-    monkeypatch.setitem(models.SHIPPED_MODELS, "fake", replace(models.SHIPPED_MODELS["fake"], write=fail, recipe=2))
+    monkeypatch.setitem(SHIPPED_MODELS, "fake", replace(SHIPPED_MODELS["fake"], write=fail, recipe=2))
     before = set(private.local.models.glob("*"))
     with pytest.raises(ValueError, match="broken"):
         prepare_model(FAKE, private)
@@ -148,7 +149,7 @@ def test_an_interrupted_preparation_leaves_no_model_and_is_cleared_by_the_next(
 def test_what_this_machine_lacks_is_said_before_anything_is_written(
     private: Settings, fake: FakeModel, monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], message: str
 ) -> None:
-    monkeypatch.setitem(models.SHIPPED_MODELS, "fake", replace(models.SHIPPED_MODELS["fake"], **change))
+    monkeypatch.setitem(SHIPPED_MODELS, "fake", replace(SHIPPED_MODELS["fake"], **change))
     with pytest.raises(UserError, match=message):
         prepare_model(FAKE, private)
     assert fake.written == 0
