@@ -20,6 +20,7 @@ from tasks.config.settings import Settings
 from tasks.models import prepare as models
 from tasks.models.prepare import prepare_model
 from tasks.models.shipped import SHIPPED_MODELS, ShippedModel
+from tests.support.models import stored_tensors
 from tests.support.places import DEPLOYMENTS, settings_of
 
 
@@ -288,28 +289,3 @@ def test_tiny_random_in_bfloat16(private: Settings) -> None:
     path = prepare_model(ModelSection(source="tiny-random", dtype="bfloat16"), private)
     assert {dtype for _, dtype in stored_tensors(path)} == {"BF16"}
     assert json.loads((path / "config.json").read_text())["dtype"] == "bfloat16"
-
-
-@pytest.mark.e2e  # makes the model where it is not cached, and loads it
-def test_smollm2_speaks_english(settings: Settings) -> None:
-    import transformers
-
-    path = prepare_model(ModelSection(), settings)
-    stored = stored_tensors(path)
-    assert {dtype for _, dtype in stored} == {"F32"}
-    assert "lm_head.weight" not in {name for name, _ in stored}
-    model = transformers.AutoModelForCausalLM.from_pretrained(path)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(path)
-    prompt = tokenizer.apply_chat_template(
-        [{"role": "user", "content": "What is the capital of France?"}], add_generation_prompt=True, return_tensors="pt"
-    )["input_ids"]
-    answer = model.generate(prompt, max_new_tokens=12, do_sample=False)[0, prompt.shape[1] :]
-    assert "Paris" in tokenizer.decode(answer)
-    assert answer[-1] == tokenizer.convert_tokens_to_ids("<|im_end|>")
-
-
-def stored_tensors(path: Path) -> list[tuple[str, str]]:
-    """(name, dtype) of each tensor of model.safetensors."""
-    data = (path / "model.safetensors").read_bytes()
-    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-    return [(name, tensor["dtype"]) for name, tensor in header.items() if name != "__metadata__"]
