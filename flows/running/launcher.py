@@ -16,12 +16,14 @@ from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 from prefect.states import Cancelling
 
 from flows.running.supervisor import RunFailed
-from planners.plan.run import MachineShare, ReplicaPlan
+from planners.plan.run import MachineShare
 from tasks.exchange.ledger import Actor
 
 _WORKER_DEADLINE_S = 60.0
 _SERVER_DEADLINE_S = 600.0
 RETRY_S = 5.0
+FLOWS = {"trainer": "train", "replica": "rollout"}
+"""The flow that runs an actor of each role."""
 _STATE_MAX_AGE_S = 3.0
 _log = logging.getLogger(__name__)
 _Started = TypeVar("_Started")
@@ -80,11 +82,10 @@ class PrefectLauncher:
         return patiently(start, f"an actor on {share.machine}")
 
     def _start(self, actor: Actor, share: MachineShare, resume_step: int | None, key: str) -> str:
-        part: dict[str, object]
-        if isinstance(share, ReplicaPlan):
-            flow, part = "rollout", {"slot": share.slot}
-        else:
-            flow, part = "train", {"machine": share.machine, "resume_step": resume_step, "master": None}
+        flow = FLOWS[actor.role]
+        part: dict[str, object] = {"slot": actor.slot}
+        if flow == "train":
+            part = {"machine": share.machine, "resume_step": resume_step, "master": None}
         created = run_deployment(
             f"{flow}/{share.device_type}",
             parameters={"run_id": self._run_id, "epoch": self._epoch, "attempt": actor.attempt, **part},

@@ -22,11 +22,11 @@ from sqlalchemy.exc import OperationalError
 from flows.rollout import rollout
 from flows.running import supervisor as supervising
 from flows.running.context import RunContext, open_run
-from flows.running.launcher import PrefectLauncher
+from flows.running.launcher import FLOWS, PrefectLauncher
 from flows.running.supervisor import RunFailed, Supervisor
 from flows.train import train
 from planners.hardware.machine import Machine
-from planners.plan.run import MachineShare, ReplicaPlan
+from planners.plan.run import MachineShare
 from tasks.config.experiment import Experiment
 from tasks.config.files import parse_experiment
 from tasks.config.settings import Settings
@@ -54,7 +54,7 @@ class FakeLauncher:
         self.pids: dict[str, int] = {}
 
     def start(self, actor: Actor, share: MachineShare, resume_step: int | None) -> str:
-        flow = "rollout" if isinstance(share, ReplicaPlan) else "train"
+        flow = FLOWS[actor.role]
         self.started.append((flow, resume_step))
         flow_run_id = f"{flow}-{len(self.started)}"
         if self.joins:
@@ -470,9 +470,9 @@ def test_the_launcher_names_plan_epoch_part_and_attempt(monkeypatch: pytest.Monk
     online = SimpleNamespace(read_workers_for_work_pool=lambda pool: [SimpleNamespace(status=WorkerStatus.ONLINE)])
     monkeypatch.setattr("flows.running.launcher.run_deployment", run_deployment)
     launcher = PrefectLauncher(cast(SyncPrefectClient, online), RUN, 3, {})
-    for share, flow in ((PLAN.trainer.machines[0], train), (PLAN.replicas[0], rollout)):
+    for role, share, flow in (("trainer", PLAN.trainer.machines[0], train), ("replica", PLAN.replicas[0], rollout)):
         asked.clear()
-        launcher.start(Actor(RUN, "replica", 0, 7), share, None)
+        launcher.start(Actor(RUN, role, 0, 7), share, None)
         assert asked.pop("name") == f"{flow.name}/cpu"
         assert (asked["run_id"], asked["epoch"], asked["attempt"]) == (RUN, 3, 7)
         assert asked["machine" if flow is train else "slot"] == ("here" if flow is train else 0)

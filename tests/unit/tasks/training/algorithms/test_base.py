@@ -31,7 +31,7 @@ def test_advantages_of_known_rewards() -> None:
     assert group_normalised([0.1] * 7) == [0.0] * 7
 
 
-@pytest.mark.parametrize("algorithm", [DecoupledPpo(), Cispo()])
+@pytest.mark.parametrize("algorithm", [DecoupledPpo(), Cispo()])  # those with group-normalised advantages
 def test_advantages_are_normalised_within_each_group_and_a_constant_group_is_not_kept(
     algorithm: AlgorithmSection,
 ) -> None:
