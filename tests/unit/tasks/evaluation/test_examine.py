@@ -7,23 +7,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-from flows.evaluate import accuracy, evaluate, newest_weights
-from planners.errors import UserError
-from tasks.config.settings import Settings
+from flows.evaluate import accuracy
 from tasks.data.item import Item
 from tasks.data.split import Examination
 from tasks.environments.single_turn import SingleTurn
 from tasks.evaluation.examine import as_json
 from tasks.evaluation.examine import evaluate as examine
-from tasks.exchange.layout import RunDirectory
-from tasks.exchange.ledger import Actor, Ledger
 from tasks.exchange.trajectories import Outcome, Segment
 from tasks.rewards.pool import Verdict
 from tasks.rollout.answering import Answerer
 from tasks.rollout.engine import Answer, InFlight, Sampling
-from tests.support.ledger import RUN
 
 OUTCOMES = {"right": (Outcome.SCORED, 1.0), "slow": (Outcome.TIMEOUT, math.nan), "broken": (Outcome.ERROR, math.nan)}
 ITEMS = [Item(name, "", {}) for name in ("right", "slow", "broken", "right")]
@@ -87,15 +80,3 @@ def test_an_answer_that_cannot_be_scored_counts_zero_and_is_counted() -> None:
         "questions": 4,
         "answers without a score": 6,
     }
-
-
-def test_a_run_that_is_not_there_is_told_before_anything_starts(settings: Settings) -> None:
-    with pytest.raises(UserError, match=r"^There is no run none-1 in .*runs: `hexflow runs` lists them\.$"):
-        evaluate.fn(run="none-1")
-
-
-def test_a_run_without_weights_is_told(settings: Settings, ledger: Ledger, trainer: Actor) -> None:
-    """Version 0 is recorded, but its files are gone."""
-    with pytest.raises(UserError, match=f"Run {RUN} has no weights to evaluate"):
-        newest_weights(ledger, RUN)
-    assert not RunDirectory(settings.shared.runs / RUN).weights.exists()
