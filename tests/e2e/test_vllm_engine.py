@@ -61,6 +61,7 @@ def test_weights_change_under_running_requests(tmp_path: Path, one_core: int) ->
 
 
 async def _live_through_swaps(weights: list[Path], cache_dir: Path, core: int) -> None:
+    others = set(psutil.Process().children())
     engine = await VllmEngine.start(
         weights[0],
         replica="r0",
@@ -74,7 +75,8 @@ async def _live_through_swaps(weights: list[Path], cache_dir: Path, core: int) -
         seed=1,
     )
     try:
-        (process,) = [child for child in psutil.Process().children() if "resource_tracker" not in str(child.cmdline())]
+        started = set(psutil.Process().children()) - others
+        (process,) = [child for child in started if "resource_tracker" not in str(child.cmdline())]
         threads = [int(task.name) for task in Path(f"/proc/{process.pid}/task").iterdir()]
         assert [os.sched_getaffinity(thread) for thread in threads] == [{core}] * len(threads)
         _holds_what_the_planner_computes(engine, weights[0])
