@@ -11,7 +11,7 @@ ARGS ?=
 help: ## List the targets
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 	@echo
-	@echo 'EXPERIMENT=file.yaml and ARGS="algorithm.lr=1e-6" go to train; ARGS="-k ledger" goes to test.'
+	@echo 'EXPERIMENT=file.yaml and ARGS="optimizer.lr=1e-6" go to train; ARGS="-k ledger" goes to test.'
 
 setup: ## Install what is missing into .venv (CUDA stack where there is a GPU, else CPU stack)
 	@requirements/install.sh

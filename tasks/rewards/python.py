@@ -76,6 +76,9 @@ def check_functions(rewards: Sequence[Reward]) -> None:
         raise UserError(f"A reward cannot be used: {reply['error']}.")
 
 
+_RETURN_NO_NUMBER = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
+
+
 def open_function(reward: PythonReward) -> Score:
     """The function, its file imported here and now. Called in scoring processes only.
 
@@ -97,8 +100,10 @@ def open_function(reward: PythonReward) -> Score:
     except (Exception, SystemExit) as error:  # noqa: BLE001  whatever a person's file raises is told to that person
         raise UserError(f"{path} cannot be imported ({type(error).__name__}: {error})") from None
     function = getattr(module, name, None)
-    if not callable(function) or inspect.iscoroutinefunction(function):
-        raise UserError(f"{path} has no function {name} that can be called without waiting")
+    if not callable(function):
+        raise UserError(f"{path} has no function {name}: define one there, or name another in `function`")
+    if any(is_one(function) for is_one in _RETURN_NO_NUMBER):
+        raise UserError(f"{name} in {path} is a coroutine or a generator: write a plain function that returns a number")
     try:
         inspect.signature(function).bind("prompt", "answer", {})
     except TypeError as error:

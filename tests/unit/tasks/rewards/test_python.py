@@ -49,8 +49,9 @@ def test_what_can_be_called_with_prompt_answer_and_item_is_taken(source: str, tm
         ("raise SystemExit(0)", r"cannot be imported \(SystemExit"),
         ("import os; os._exit(0)", "cannot be used: the process that imported it died"),
         ("def reward(prompt, answer, item): return 1", "mine.py has no function score"),
-        ("score = 5", "has no function score that can be called"),
-        ("async def score(prompt, answer, item): return 1", "has no function score that can be called without waiting"),
+        ("score = 5", "has no function score: define one there"),
+        ("async def score(prompt, answer, item): return 1", "score in .* is a coroutine or a generator: write a plain"),
+        ("def score(prompt, answer, item): yield 1", "score in .* is a coroutine or a generator: write a plain"),
         (
             "def score(answer): return 1",
             r"is called with prompt, answer and item, and takes other arguments \(too many",
