@@ -83,13 +83,14 @@ def make_ready(experiment: Experiment, machine: Machine, settings: Settings, run
             storage do not suffice.
     """
     usable = usable_devices(experiment, machine)
-    require_places(settings)
     check_functions(experiment.rewards)
+    questions = Questions(experiment)  # before the model, which may take minutes
+    require_places(settings)
     model_path = prepare_model(experiment.model, settings)
     model = read_model(model_path, ELEMENT_BYTES[experiment.model.dtype])
     _check_memory(experiment, usable, model)
     _check_room(experiment, settings.shared.runs, model, _bytes_of(run) if run else 0)
-    _check_prompts(experiment, model_path)
+    _check_prompts(experiment, questions, model_path)
     return model_path
 
 
@@ -116,10 +117,10 @@ def profile_machine(
     return dict(zip(types, asyncio.run(measure()), strict=True))
 
 
-def _check_prompts(experiment: Experiment, model_path: Path) -> None:
+def _check_prompts(experiment: Experiment, questions: Questions, model_path: Path) -> None:
     """Encode what can be known: the evaluations' questions, those of whole files, and the first of the generated."""
     chat = Chat(experiment, load_tokenizer(model_path))
-    for item in Questions(experiment).known():
+    for item in questions.known():
         chat.encode(item)
 
 

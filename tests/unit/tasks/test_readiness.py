@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -49,6 +50,16 @@ def test_every_row_of_a_file_is_checked(settings: Settings, tmp_path: Path) -> N
         spoilt = [text if n != number else "far too long" for n, text in enumerate(questions)]
         with pytest.raises(UserError, match=f"'far too long' in line {number + 1} of rows has 12 tokens"):
             make_ready(rows_experiment(tmp_path / "rows.jsonl", spoilt), discover_machine(), settings)
+
+
+def test_a_file_that_is_not_there_is_told_before_a_model_is_made(settings: Settings, tmp_path: Path) -> None:
+    """And before any directory is: a slip costs neither minutes nor a clean-up."""
+    elsewhere = replace(settings, local=replace(settings.local, home=tmp_path / "home"))
+    experiment = rows_experiment(tmp_path / "absent.jsonl", ["q"])
+    (tmp_path / "absent.jsonl").unlink()
+    with pytest.raises(UserError, match=r"There is no file .*absent\.jsonl"):
+        make_ready(experiment, discover_machine(), elsewhere)
+    assert not elsewhere.local.home.exists()
 
 
 def test_a_reward_of_ones_own_that_cannot_be_used_is_refused(settings: Settings, tmp_path: Path) -> None:
