@@ -29,6 +29,7 @@ from tasks.lifecycle.scope import BEAT_S, ActorScope
 
 _SERVER_POLL_S = 5.0
 _WORKER_GRACE_POLLS = 2
+_INSIST_S = 2.0
 _log = logging.getLogger(__name__)
 
 ReadState = Callable[[UUID], State[Any] | None]
@@ -53,14 +54,30 @@ def supervised(
 
     `read` gives the flow run's state, and may raise what `read_state` does; `interval_s` is the time between beats.
     """
-    scope = ActorScope(run.ledger, run.supervisor, run.process, _terminate, hears_sigterm=False, interval_s=interval_s)
-    with scope, _ServerWatch(run.ledger, flow_run_id, read):
-        scope.report("running")
-        yield
+    over = threading.Event()
+
+    def terminate(reason: str) -> None:
+        handler = signal.getsignal(signal.SIGTERM)
+        threading.Thread(target=_insist, args=(handler, over), name="termination", daemon=True).start()
+
+    scope = ActorScope(run.ledger, run.supervisor, run.process, terminate, hears_sigterm=False, interval_s=interval_s)
+    try:
+        with scope, _ServerWatch(run.ledger, flow_run_id, read, terminate):
+            scope.report("running")
+            yield
+    finally:
+        over.set()
 
 
-def _terminate(reason: str) -> None:
-    os.kill(os.getpid(), signal.SIGTERM)
+def _insist(handler: Any, over: threading.Event) -> None:
+    """Send this process SIGTERM until it leaves, and so has another handler.
+
+    Once is not enough: what the handler raises is swallowed where a library has a bare `except:`, as PuLP has.
+    """
+    while signal.getsignal(signal.SIGTERM) is handler:
+        os.kill(os.getpid(), signal.SIGTERM)
+        if over.wait(_INSIST_S):
+            return
 
 
 def only_hurry(hurry: threading.Event) -> None:
@@ -81,10 +98,11 @@ class _ServerWatch:
     Its worker gets the time to do the same first. A server that is away takes nothing back, and delays nobody else.
     """
 
-    def __init__(self, ledger: Ledger, flow_run_id: str, read: ReadState) -> None:
+    def __init__(self, ledger: Ledger, flow_run_id: str, read: ReadState, terminate: Callable[[str], object]) -> None:
         self._ledger = ledger
         self._flow_run_id = flow_run_id
         self._read = read
+        self._terminate = terminate
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="server-watch", daemon=True)
 
@@ -113,4 +131,4 @@ class _ServerWatch:
             self._ledger.ask_to_cancel(self._flow_run_id)
         except SQLAlchemyError as error:
             _log.warning("the ledger did not take the cancellation, which is done without it: %s", error)
-            _terminate("the server says so")
+            self._terminate("the server says so")
