@@ -55,7 +55,11 @@ def name_flow_run(run: RunContext) -> None:
 
 @_shown("the link to MLflow")
 def show_tracking(tracker: Tracker) -> None:
-    """Link to the MLflow run, where there is one with a page."""
+    """Link to the MLflow run, where there is one with a page; where there is none, say why."""
+    if tracker.fault:
+        words = f"This run is not in MLflow: {tracker.fault}"
+        print(words)
+        create_markdown_artifact(words, key="mlflow-run", description="Why there are no curves of this run.")
     uri = re.sub(r"//[^@/]*@", "//", os.environ.get("MLFLOW_TRACKING_URI", ""))  # whoever reads it signs in as himself
     if tracker.run_id and uri.startswith("http"):
         create_link_artifact(

@@ -27,7 +27,9 @@ from planners.search.this_machine import require_startable
 from tasks.config.experiment import LAPTOP, Experiment
 from tasks.config.settings import Settings
 from tasks.exchange.files import write_atomic
+from tasks.exchange.ledger import Progress
 from tasks.machine.devices import hold_devices
+from tasks.tracking.curves import Curves
 from tasks.tracking.report import predicted_times, write_report
 from tasks.tracking.tracker import FLUSH_DEADLINE_S, Status, Tracker, end_attempts
 
@@ -60,6 +62,7 @@ class Work:
 
     tracker: Tracker | None = None
     plan: ClusterPlan | None = None
+    curves: Curves | None = None
     supervisor: Supervisor | None = None
     connections: ExitStack = field(default_factory=ExitStack)
 
@@ -69,11 +72,11 @@ def conduct(run: RunContext, flow_run_id: str) -> dict[str, Any] | State[Any]:
 
     The only place that hears of Prefect's termination: whatever asks for the run's end, it comes here as SIGTERM, once.
     """
-    work, hurry = Work(), threading.Event()
-    with supervised(run, flow_run_id):
-        how = "failed"
+    work, hurry, how = Work(), threading.Event(), "failed"
+    with ExitStack() as stack:
         try:
             try:
+                stack.enter_context(supervised(run, flow_run_id))  # a request may be there already
                 carry_out(run, work)
                 how = "completed"
             finally:
@@ -122,7 +125,9 @@ def end(run: RunContext, work: Work, how: str, hurry: threading.Event) -> dict[s
                 work.supervisor.end_children(*(_CANCEL_S if how == "cancelled" else _LEAVE_S), hurry)
         if refusal:
             raise refusal
-        return report(run, work.plan, work.tracker) if work.supervisor and work.plan and work.tracker else {}
+        if work.plan and work.tracker and work.curves:
+            return report(run, work.plan, work.tracker, work.curves)
+        return {}
     finally:
         run.ledger.confirm(run.supervisor)  # an MLflow run belongs to who supervises now
         if work.tracker:
@@ -175,13 +180,23 @@ def train_and_roll_out(run: RunContext, epoch: int, plan: ClusterPlan, work: Wor
     work.connections.enter_context(without_repeats())
     client = work.connections.enter_context(get_client(sync_client=True))
     launcher = PrefectLauncher(client, run.run_id, epoch, run.settings.shared.environment())
-    work.plan, work.supervisor = plan, Supervisor(run, epoch, plan, launcher, ProgressArtifact(run.run_id))
+    assert work.tracker
+    curves = Curves(work.tracker, run.ledger, run.run_id, run.resume_step or 0)
+    artifact = ProgressArtifact(run.run_id)
+
+    def show(progress: Progress) -> None:
+        artifact(progress)
+        curves.follow(progress)
+
+    work.plan, work.curves, work.supervisor = plan, curves, Supervisor(run, epoch, plan, launcher, show)
     work.supervisor.run()
 
 
-def report(run: RunContext, plan: ClusterPlan, tracker: Tracker) -> dict[str, Any]:
+def report(run: RunContext, plan: ClusterPlan, tracker: Tracker, curves: Curves) -> dict[str, Any]:
     """Write the run's summary and curves, and show them."""
-    summary = write_report(run.directory, run.ledger, run.run_id, plan)
+    curves.follow(run.ledger.progress(run.run_id))
+    curves.track_evaluations()
+    summary = write_report(run.directory, run.ledger, run.run_id, plan, tracker.fault)
     figures = {name: float(value) for name, value in summary.items() if isinstance(value, int | float)}
     # On the parent, so that MLflow's compare page shows the results of whole runs beside each other.
     tracker.log({f"result/{name}": value for name, value in figures.items()}, step=run.experiment.run.steps)

@@ -27,6 +27,7 @@ from planners.hardware.machine import Machine
 from tasks.config.settings import Settings
 from tasks.machine.discovery import CONTROL, discover_machine
 from tasks.machine.processes import ask_to_end, end_sessions, kill_processes, tail
+from tasks.tracking.address import require_trackable
 
 LOCK_DEADLINE_S = 300.0
 SERVER_DEADLINE_S = 240.0
@@ -331,6 +332,8 @@ def _require_named_servers(state: StackState, own: list[str]) -> None:
     if PREFECT not in own and not state.prefect_url.startswith(("http://", "https://")):
         shown = without_password(state.prefect_url)
         raise UserError(f"PREFECT_API_URL is {shown}: write http:// or https:// before it, or unset it.")
+    if MLFLOW not in own:
+        require_trackable(state.mlflow_url)
     for name, url in _health_urls(state).items():
         if name not in own and url.startswith("http") and not answers(url, deadline_s=10.0):
             variable = "PREFECT_API_URL" if name == PREFECT else "MLFLOW_TRACKING_URI"

@@ -1,5 +1,7 @@
 """What decides a run besides its data, its rewards and its training: one section each of the experiment."""
 
+import re
+
 from pydantic import Field, field_validator
 
 from planners.sections import NAME_PATTERN, Section
@@ -10,6 +12,7 @@ LONGEST_S = 604_800
 LARGEST_SEED = 2**31 - 1
 """numpy, and so vLLM, takes less than 2³², to which a replica's slot and attempt are still added."""
 _RESERVED_TAGS = ("mlflow.", "hexflow.")
+_TAG_NAME = r"\w[\w.\- :]{0,249}"
 
 
 class ModelSection(Section):
@@ -84,7 +87,9 @@ class StorageSection(Section):
 class TrackingSection(Section):
     """Where the run appears in MLflow."""
 
-    experiment: str = Field(default="hexflow", description="MLflow experiment name: one per study.")
+    experiment: str = Field(
+        default="hexflow", min_length=1, max_length=500, description="MLflow experiment name: one per study."
+    )
     tags: dict[str, str] = Field(default={}, description="Tags of the MLflow run and the Prefect flow run.")
 
     @field_validator("tags")
@@ -93,6 +98,8 @@ class TrackingSection(Section):
         for name in tags:
             if name.startswith(_RESERVED_TAGS):
                 raise ValueError(f"the tag {name} has a reserved name, {' and '.join(_RESERVED_TAGS)} start those")
+            if not re.fullmatch(_TAG_NAME, name):
+                raise ValueError(f"MLflow takes no tag {name!r}: a name is up to 250 letters, digits, blanks and _.-:")
         return tags
 
 

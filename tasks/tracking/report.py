@@ -5,6 +5,7 @@ answers in flight. Shares of waiting count from the moment both sides have begun
 moment, so that neither start-up nor the last evaluation looks like waiting.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from itertools import pairwise
@@ -29,14 +30,20 @@ _BUSY_KINDS = ("busy", "publish")
 _BLUE, _ORANGE, _GREY = "#2f6db3", "#d9822b", "#8a8f98"
 
 
-def write_report(directory: RunDirectory, ledger: Ledger, run_id: str, plan: ClusterPlan) -> dict[str, Any]:
-    """Write the run's summary and curves; returns the summary. Works on an unfinished run too."""
+def write_report(
+    directory: RunDirectory, ledger: Ledger, run_id: str, plan: ClusterPlan, untracked: str | None
+) -> dict[str, Any]:
+    """Write the run's summary and curves; returns the summary. Works on an unfinished run too.
+
+    `untracked` says why the run is not in MLflow; None where it is.
+    """
     run = ledger.find_run(run_id=run_id)
     if run is None:
         raise LookupError(f"the ledger knows no run {run_id}")
     steps, evaluations = ledger.steps(run_id), ledger.evaluations(run_id)
     group_size = read_resolved_experiment(directory.experiment).workload.group_size
     summary = summarise(run, ledger.progress(run_id), steps, ledger.spans(run_id), evaluations, plan, group_size)
+    summary["untracked"] = untracked
     write_json(directory.summary, summary)
     plot_curves(directory.curves, steps, evaluations, run.max_staleness, run_id)
     return summary
@@ -109,6 +116,7 @@ def key_figures(summary: Mapping[str, Any], directory: Path) -> dict[str, str]:
         "trainer waits": (get("wait_trainer_share"), _percent(get("wait_trainer_share"))),
         "rollouts wait": (get("wait_rollout_share"), _percent(get("wait_rollout_share"))),
         "both at work": (get("overlap_share"), _percent(get("overlap_share"))),
+        "not in MLflow": (get("untracked"), get("untracked") or ""),
         "files": (directory, str(directory)),
     }
     return {label: words for label, (known, words) in shown.items() if known is not None}
@@ -197,8 +205,13 @@ def _other_evaluations(evaluations: Mapping[str, EvaluationRow]) -> dict[str, di
     figures: dict[str, dict[str, float]] = {}
     for purpose, row in evaluations.items():
         for name, result in (row.result or {}).get("others", {}).items():
-            figures.setdefault(name, {})[purpose] = fmean([fmean(rewards) for rewards in result["sampled"]])
+            figures.setdefault(name, {})[purpose] = sampled_accuracy(result)
     return figures
+
+
+def sampled_accuracy(result: Mapping[str, Any]) -> float:
+    """Mean reward of an evaluation's sampled answers: each item counts once, whatever its number of answers."""
+    return fmean(fmean(rewards) for rewards in result["sampled"])
 
 
 def _side_shares(spans: Sequence[SpanRow]) -> dict[str, float | None]:
@@ -210,13 +223,14 @@ def _side_shares(spans: Sequence[SpanRow]) -> dict[str, float | None]:
         min(max(end for _, end in side) for side in busy.values()),
     )
     return {
-        "wait_trainer_share": _wait_share(spans, "trainer", window),
-        "wait_rollout_share": _wait_share(spans, "replica", window),
+        "wait_trainer_share": side_wait_share(spans, "trainer", window),
+        "wait_rollout_share": side_wait_share(spans, "replica", window),
         "overlap_share": overlap_share(busy["trainer"], busy["replica"]),
     }
 
 
-def _wait_share(spans: Sequence[SpanRow], role: str, window: Interval) -> float:
+def side_wait_share(spans: Sequence[SpanRow], role: str, window: Interval = (-math.inf, math.inf)) -> float:
+    """Share of the time that the actors of a role were there, within the window, that they spent waiting."""
     slots = sorted({span.slot for span in spans if span.role == role})
     by_slot = [[span for span in spans if span.slot == slot] for slot in slots]
     waits = [intersection(_intervals(own, role, ("wait",)), [window]) for own in by_slot]
@@ -260,7 +274,7 @@ def _draw_reward(axes: Any, steps: Sequence[StepRow], evaluations: Mapping[str, 
     axes.plot(numbers, _smooth(rewards), color=_BLUE, linewidth=2.2, label="mean of the last 5 steps")
     results = [(row.version, row.result) for row in evaluations.values() if row.result is not None]
     versions = [version for version, _ in results]
-    sampled = [fmean(fmean(rewards) for rewards in result["sampled"]) for _, result in results]
+    sampled = [sampled_accuracy(result) for _, result in results]
     greedy = [fmean(result["greedy"]) for _, result in results]
     marks = {"color": _ORANGE, "markeredgecolor": "white", "linestyle": "none", "clip_on": False, "zorder": 4}
     axes.plot(versions, sampled, marker="o", markersize=10, label="held out, sampled", **marks)

@@ -41,6 +41,9 @@ _ENVIRONMENT = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
 }
+_KIND = "mlflow.experimentKind"
+_TRAINING = {_KIND: "custom_model_development"}
+"""Makes MLflow's page show training runs and their charts first, not traces and evaluations of prompts."""
 
 logger = logging.getLogger(__name__)
 
@@ -93,6 +96,7 @@ class Tracker:
         self._open_run = open_run
         self._on_open = on_open
         self._run: _MlflowRun | None = None
+        self._fault: str | None = "no server is named (MLFLOW_TRACKING_URI)" if open_run is None else None
         self._news = threading.Condition()
         self._points: deque[_Point] = deque()
         self._jobs: deque[_Job] = deque()
@@ -164,6 +168,11 @@ class Tracker:
     def experiment_id(self) -> str | None:
         """MLflow's id of the experiment the run belongs to; None while the run could not be created."""
         return self._run.experiment_id if self._run else None
+
+    @property
+    def fault(self) -> str | None:
+        """Why the run is not in MLflow, in MLflow's words; None while it is, or while nothing has gone wrong."""
+        return None if self._run else self._fault
 
     @property
     def dropped(self) -> int:
@@ -266,7 +275,8 @@ class Tracker:
                 call()
                 return True
             except (MlflowException, SQLAlchemyError, OSError) as error:
-                logger.warning("MLflow could not %s: %s", purpose, " ".join(str(error).split())[:300])
+                self._fault = " ".join(str(error).split())[:300]
+                logger.warning("MLflow could not %s: %s", purpose, self._fault)
                 if _is_refusal(error):
                     return False
             finally:
@@ -392,10 +402,12 @@ def _experiment_id(client: Any, name: str) -> str:
     found = client.get_experiment_by_name(name)
     if found is None:
         try:
-            return client.create_experiment(name)
+            return client.create_experiment(name, tags=_TRAINING)
         except MlflowException:
             # Another run may have created it in between.
             found = client.get_experiment_by_name(name)
             if found is None:
                 raise
+    if _KIND not in found.tags:
+        client.set_experiment_tag(found.experiment_id, _KIND, _TRAINING[_KIND])
     return found.experiment_id

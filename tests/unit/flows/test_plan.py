@@ -22,6 +22,7 @@ from tasks.config.experiment import Experiment
 from tasks.config.settings import Settings
 from tasks.machine import discovery
 from tasks.planning import ClusterWish
+from tasks.tracking.curves import Curves
 from tasks.tracking.tracker import Tracker
 from tests.support.places import EXPERIMENTS
 from tests.support.plan import gpu_plan
@@ -88,7 +89,7 @@ def test_measured_times_are_tracked_beside_predicted_ones(
     summary = {"run_id": "r", "status": "failed", **{f"{name}_measured": value for name, value in times.items()}}
     monkeypatch.setattr(running, "write_report", lambda *_: summary)
     run, tracker = open_run(Experiment(), None, None), Noted()
-    assert running.report(run, PLAN, tracker) == summary
+    assert running.report(run, PLAN, tracker, Curves(tracker, run.ledger, run.run_id, 0)) == summary
     measured = {name: value for name, value in tracker.metrics.items() if name.startswith("plan/measured")}
     assert measured == {"plan/measured_step_s": 9.0, "plan/measured_train_s": 8.5, "plan/measured_publish_s": 0.5}
     assert tracker.files == ["summary.json", "curves.png"]

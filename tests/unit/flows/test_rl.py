@@ -4,6 +4,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 from uuid import uuid4
@@ -19,6 +20,7 @@ from flows.running.context import RunContext, open_run
 from flows.running.supervisor import RunFailed, Supervisor
 from tasks.config.experiment import Experiment
 from tasks.config.settings import Settings
+from tasks.tracking.curves import Curves
 from tasks.tracking.tracker import Tracker
 from tests.support.ledger import a_process
 from tests.support.plan import gpu_plan
@@ -83,6 +85,7 @@ class Scene:
     def _carry_out(self, run: RunContext, work: Work) -> None:
         work.supervisor, work.plan = self.supervisor, gpu_plan("here", "fast", 2)
         work.tracker = cast(Tracker, self.tracker)
+        work.curves = Curves(work.tracker, run.ledger, run.run_id, 0)
         self.act()
 
     def _report(self, *_: object) -> dict[str, Any]:
@@ -116,6 +119,20 @@ def test_what_the_ledger_is_asked_for_ends_the_run(run: RunContext, monkeypatch:
     """Whatever has become of Prefect's server and worker."""
     run.ledger.ask_to_cancel(FLOW_RUN)
     Scene(monkeypatch, FakeSupervisor(), lambda: signal.sigtimedwait([], 60.0) and None)
+    conduct(run, FLOW_RUN)
+    assert state_of(run) == "cancelled"
+
+
+def test_a_request_is_heard_though_a_library_swallows_what_it_raises(
+    run: RunContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def swallow_once() -> None:
+        with suppress(TerminationSignal):
+            signal.sigtimedwait([], 60.0)
+        signal.sigtimedwait([], 60.0)
+
+    run.ledger.ask_to_cancel(FLOW_RUN)
+    Scene(monkeypatch, FakeSupervisor(), swallow_once)
     conduct(run, FLOW_RUN)
     assert state_of(run) == "cancelled"
 

@@ -102,6 +102,8 @@ def test_overrides_change_single_values() -> None:
         ("rollout.scoring_processes=100000", "is 100000: input should be less than or equal to 256"),
         ("tracking.tags={mlflow.runName: x}", "'tracking.tags': the tag mlflow.runName has a reserved name"),
         ("tracking.tags={hexflow.run: x}", "reserved name"),
+        ("tracking.tags={what?: x}", "MLflow takes no tag 'what\\?'"),
+        ("tracking.experiment=''", "at least 1 character"),
         ("algorithm.clip=-1", r"'algorithm.clip' is -1: input should be greater than 0"),
         ("algorithm.kind=nonesuch", r"'algorithm' is .*'nonesuch' .* expected tags: 'decoupled_ppo', 'cispo'"),
         (

@@ -16,6 +16,7 @@ from tasks.tracking.report import (
     REWARD_MEAN,
     STALENESS_MAX,
     STALENESS_MEAN,
+    key_figures,
     plot_curves,
     predicted_times,
     summarise,
@@ -134,9 +135,11 @@ def test_the_report_is_written_from_the_ledger(tmp_path: Path) -> None:
     trainer = join(ledger, "trainer", run_id="laptop-1")
     ledger.record_span(trainer, "busy", 1.0)
     ledger.close_run(supervisor, "cancelled")
-    summary = write_report(directory, ledger, "laptop-1", PLAN)
+    summary = write_report(directory, ledger, "laptop-1", PLAN, "it said no")
     assert json.loads(directory.summary.read_text()) == summary
     assert (summary["status"], summary["prefect_flow_run_id"]) == ("cancelled", "flow-1")
+    assert key_figures(summary, tmp_path)["not in MLflow"] == "it said no"
+    assert "not in MLflow" not in key_figures({**summary, "untracked": None}, tmp_path)
     assert directory.curves.exists()
 
 

@@ -98,6 +98,24 @@ def test_a_resumed_run_goes_on_under_its_id(store: str, client: "MlflowClient") 
     assert len(client.get_metric_history(first.run_id, "reward")) == 2
 
 
+def test_a_run_that_mlflow_refuses_says_why(store: str, client: "MlflowClient") -> None:
+    client.delete_experiment(client.create_experiment("deleted"))
+    tracker = Tracker.parent(store, "deleted", "refused", {}, {})
+    assert tracker.run_id is None
+    assert "deleted" in str(tracker.fault)
+    assert Tracker.parent(None, "study", "nowhere", {}, {}).fault
+
+
+def test_an_experiment_opens_on_its_training_runs(store: str, client: "MlflowClient") -> None:
+    client.create_experiment("of before")
+    for name in ("new", "of before"):
+        tracker = Tracker.parent(store, name, "run", {}, {})
+        assert tracker.fault is None
+        tracker.finish("FINISHED")
+        tags = client.get_experiment_by_name(name).tags
+        assert tags["mlflow.experimentKind"] == "custom_model_development"
+
+
 def test_runs_of_dead_attempts_are_ended_from_outside(store: str, client: "MlflowClient") -> None:
     parent = Tracker.parent(store, "study", "dying", {}, {})
     children = {
@@ -134,6 +152,7 @@ def test_without_a_server_the_run_goes_on(dead_uri: str, monkeypatch: pytest.Mon
     for step in range(15):
         tracker.log({"reward": 1.0}, step)
     assert tracker.dropped == 5
+    assert tracker.fault
     tracker.finish("FAILED", flush_s=1.0)
     assert tracker.run_id is None
     assert end_attempts(dead_uri, "0" * 32, "FAILED", {}) == 0
