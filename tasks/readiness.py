@@ -90,7 +90,7 @@ def make_ready(experiment: Experiment, machine: Machine, settings: Settings, run
     model = read_model(model_path, ELEMENT_BYTES[experiment.model.dtype])
     _check_memory(experiment, usable, model)
     _check_room(experiment, settings.shared.runs, model, _bytes_of(run) if run else 0)
-    _check_prompts(experiment, questions, model_path)
+    _check_prompts(experiment, questions, model_path, model.vocabulary)
     return model_path
 
 
@@ -117,11 +117,17 @@ def profile_machine(
     return dict(zip(types, asyncio.run(measure()), strict=True))
 
 
-def _check_prompts(experiment: Experiment, questions: Questions, model_path: Path) -> None:
+def _check_prompts(experiment: Experiment, questions: Questions, model_path: Path, vocabulary: int) -> None:
     """Encode what can be known: the evaluations' questions, those of whole files, and the first of the generated."""
     chat = Chat(experiment, load_tokenizer(model_path))
+    last = max(chat.stop_token_ids)
     for item in questions.known():
-        chat.encode(item)
+        last = max(last, *chat.encode(item))
+    if last >= vocabulary:
+        raise UserError(
+            f"The tokenizer in {model_path} has the token {last} in a prompt or at its end, but the model's embedding "
+            f"ends at {vocabulary - 1}: take tokenizer and model from one place."
+        )
 
 
 def _check_writable(directory: Path, variable: str) -> None:

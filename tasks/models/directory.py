@@ -8,12 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from planners.errors import UserError
-from planners.workload.model import ARCHITECTURES
+from planners.workload.model import ARCHITECTURES, model_from_config
 from tasks.config.sections import ModelSection
 from tasks.machine.memory import memory_bytes
+from tasks.models.weights import check_weights
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 PICKLE_PATTERNS = ("*.bin", "*.pt", "*.pth", "*.pkl", "*.pickle", "*.ckpt")
+_NO_WEIGHTS = re.compile(r"training_args\.bin|(optimizer|scheduler|scaler)\.pt|rng_state.*\.pth")
+"""What other trainers leave beside the weights, and nobody here reads."""
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -33,22 +36,25 @@ def check_user_directory(path: Path) -> None:
     """Refuse a directory that cannot be trained: files, architecture, weights or memory. Raises UserError."""
     config = _read_config(path)
     architectures = config.get("architectures") or ["none"]
-    if architectures[0] not in ARCHITECTURES.values():
+    if architectures[0] != ARCHITECTURES.get(config.get("model_type")):
         raise UserError(
-            f"{path / 'config.json'} names the architecture {architectures[0]}, which cannot be trained here: use one "
-            f"of {', '.join(ARCHITECTURES.values())}."
+            f"{path / 'config.json'} names the architecture {architectures[0]} and the model_type "
+            f"{config.get('model_type')}, which cannot be trained here: use one of {', '.join(ARCHITECTURES.values())}."
         )
     if config.get("quantization_config"):
         raise UserError(f"The model in {path} is quantised and cannot be trained: save it dequantised first.")
     if config.get("use_sliding_window"):
         raise UserError(f"The model in {path} uses sliding-window attention, which cannot be trained here.")
     _check_complete(path, config)
-    weights_bytes = _check_weights(path)
-    check_memory(str(path), weights_bytes)
+    model_from_config(config, path.name)  # refuses a key that is missing
+    _check_token_ids(path, config)
+    check_memory(str(path), check_weights(path, config))
 
 
 def _check_complete(path: Path, config: dict[str, Any]) -> None:
-    pickles = sorted(file.name for pattern in PICKLE_PATTERNS for file in path.glob(pattern))
+    pickles = sorted(
+        file.name for pattern in PICKLE_PATTERNS for file in path.glob(pattern) if not _NO_WEIGHTS.match(file.name)
+    )
     if pickles:
         raise UserError(
             f"The model directory {path} holds pickled weights ({pickles[0]}), which can run code when loaded: save "
@@ -65,23 +71,18 @@ def _check_complete(path: Path, config: dict[str, Any]) -> None:
         )
 
 
-def _check_weights(path: Path) -> int:
-    """Size of the weights in bytes."""
-    from safetensors import SafetensorError, safe_open
-
-    shards = {file.name for file in path.glob("*.safetensors")}
-    index = path / "model.safetensors.index.json"
-    if index.is_file():
-        missing = sorted(set(_read_json(index).get("weight_map", {}).values()) - shards)
-        if missing:
-            raise UserError(f"The model directory {path} lacks {missing[0]}, which {index.name} names: copy it again.")
-    for shard in sorted(shards):
-        try:
-            with safe_open(path / shard, framework="numpy"):
-                pass
-        except SafetensorError as error:
-            raise UserError(f"{path / shard} is not a whole safetensors file ({error}): copy it again.") from None
-    return sum((path / shard).stat().st_size for shard in shards)
+def _check_token_ids(path: Path, config: dict[str, Any]) -> None:
+    """Those that the model's files name: a prompt's are checked with the prompt."""
+    generation = path / "generation_config.json"
+    for file, tree in ((path / "config.json", config), (generation, _read_json(generation, {}))):
+        for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            named = tree.get(key)
+            for token_id in named if isinstance(named, list) else [named]:
+                if token_id is not None and not (isinstance(token_id, int) and 0 <= token_id < config["vocab_size"]):
+                    raise UserError(
+                        f"{file} names {key} {token_id}, but the model's embedding ends at {config['vocab_size'] - 1}: "
+                        "take the files of one model."
+                    )
 
 
 def check_context(path: Path, model: ModelSection) -> None:
@@ -101,10 +102,13 @@ def _read_config(path: Path) -> dict[str, Any]:
     return _read_json(path / "config.json")
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def _read_json(path: Path, absent: dict[str, Any] | None = None) -> dict[str, Any]:
+    """The object in a file; `absent`, where given, if there is no such file."""
+    if absent is not None and not path.is_file():
+        return absent
     try:
         tree = json.loads(path.read_bytes())
-    except ValueError:
+    except (ValueError, RecursionError):
         raise UserError(f"{path} is not valid JSON: copy it again.") from None
     if not isinstance(tree, dict):
         raise UserError(f"{path} must hold a JSON object.")

@@ -34,7 +34,7 @@ def write_weights(directory: Path, model_path: Path, weights: dict[str, Tensor])
         OSError: the disk refused, for example because it is full.
     """
     for pattern in _COPIED:
-        for file in sorted(model_path.glob(pattern)):
+        for file in sorted(file for file in model_path.glob(pattern) if file.is_file()):
             shutil.copyfile(file, directory / file.name)
     try:
         save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})

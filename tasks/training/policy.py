@@ -85,8 +85,9 @@ def load_policy(
             f"The model {model_path} attends to the last {window} tokens only, below model.max_context {max_context}; "
             f"lower model.max_context to {window} or choose a model with full attention."
         )
+    config.attention_dropout = 0.0  # log-probabilities are compared with those of engines, which have none
     model = AutoModelForCausalLM.from_pretrained(
-        model_path, dtype=dtype, attn_implementation="sdpa", local_files_only=True, use_safetensors=True
+        model_path, config=config, dtype=dtype, attn_implementation="sdpa", local_files_only=True, use_safetensors=True
     )
     if recompute:
         model.gradient_checkpointing_enable({"use_reentrant": False})

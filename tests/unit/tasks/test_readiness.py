@@ -52,6 +52,19 @@ def test_every_row_of_a_file_is_checked(settings: Settings, tmp_path: Path) -> N
             make_ready(rows_experiment(tmp_path / "rows.jsonl", spoilt), discover_machine(), settings)
 
 
+def test_a_tokenizer_of_another_model_is_refused(settings: Settings, tmp_path: Path) -> None:
+    """Its token would end the engine, or be read as noise."""
+    shutil.copytree(prepare_model(tiny().model, settings), tmp_path / "model")
+    file = tmp_path / "model" / "tokenizer.json"
+    tokenizer = json.loads(file.read_text())
+    tokenizer["added_tokens"].append({**tokenizer["added_tokens"][0], "id": 258, "content": "<new>"})
+    file.write_text(json.dumps(tokenizer))
+    own = f"model.source={tmp_path / 'model'}"
+    make_ready(tiny(own), discover_machine(), settings)
+    with pytest.raises(UserError, match=r"has the token 258 .* ends at 257: take tokenizer and model"):
+        make_ready(tiny(own, "prompt.template=<new>{question}"), discover_machine(), settings)
+
+
 def test_a_file_that_is_not_there_is_told_before_a_model_is_made(settings: Settings, tmp_path: Path) -> None:
     """And before any directory is: a slip costs neither minutes nor a clean-up."""
     elsewhere = replace(settings, local=replace(settings.local, home=tmp_path / "home"))

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -10,9 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from safetensors.numpy import save_file
 
 from planners.errors import UserError
 from tasks.config.sections import ModelSection
@@ -20,7 +19,7 @@ from tasks.config.settings import Settings
 from tasks.models import prepare as models
 from tasks.models.prepare import prepare_model
 from tasks.models.shipped import SHIPPED_MODELS, ShippedModel
-from tests.support.models import stored_tensors
+from tests.support.models import save_small_model, stored_tensors
 from tests.support.places import DEPLOYMENTS, settings_of
 
 
@@ -166,15 +165,14 @@ def test_a_home_that_cannot_be_written_is_named(tmp_path: Path, fake: FakeModel)
 # --- a user's directory ---
 
 
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_small_model(tmp_path_factory.mktemp("sound"))
+
+
 @pytest.fixture
-def directory(tmp_path: Path) -> Path:
-    path = tmp_path / "model"
-    path.mkdir()
-    config = {"architectures": ["LlamaForCausalLM"], "max_position_embeddings": 1024}
-    (path / "config.json").write_text(json.dumps(config))
-    (path / "tokenizer.json").write_text("{}")
-    save_file({"weight": np.zeros(4, dtype=np.float32)}, path / "model.safetensors")
-    return path
+def directory(sound: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(sound, tmp_path / "model")
 
 
 def change_config(**values: object) -> Callable[[Path], object]:

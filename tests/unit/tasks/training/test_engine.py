@@ -1,5 +1,6 @@
 """A training step equals plain PyTorch on the whole batch, and the engine learns."""
 
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -143,6 +144,17 @@ def test_recomputed_layers_train_like_kept_ones(zero_stage: int, tmp_path: Path)
     assert forwards[1] == forwards[0] * 3 / 2  # scored, trained, and trained again
     for name, value in weights[0].items():
         torch.testing.assert_close(weights[1][name], value, atol=1e-5, rtol=1e-5, msg=name)
+
+
+def test_attention_dropout_of_a_models_configuration_is_off(tmp_path: Path) -> None:
+    """Engines have none, so the log-probabilities of both would differ."""
+    save_tiny_model(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"attention_dropout": 0.5}))
+    policy = load_policy(tmp_path, 1.0, 64, torch.float32)
+    batch = lay_out(with_advantages(random_groups(2, seed=0)))
+    assert policy.training
+    torch.testing.assert_close(policy(batch)[0], policy(batch)[0], atol=0, rtol=0)
 
 
 @pytest.mark.parametrize("zero_stage", [0, 2])

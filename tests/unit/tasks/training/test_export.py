@@ -19,6 +19,7 @@ def test_exported_weights_load_with_their_tokenizer_and_without_the_old_weights(
     model_path = save_tiny_model(tmp_path / "model")
     (model_path / "tokenizer.json").write_text("{}")
     (model_path / "README.md").write_text("not part of a version")
+    (model_path / "tokenizer").mkdir()
     weights = parameters_of(make_engine(seed=1))
     run = RunDirectory(tmp_path / "run")
     path = publish_weights(run, 0, 1, lambda directory: write_weights(directory, model_path, weights))
