@@ -6,6 +6,7 @@ directory with close-to-open consistency, so that a reader who opens the final n
 
 import errno
 import json
+import logging
 import os
 import shutil
 import tempfile
@@ -19,6 +20,7 @@ from typing import Any, TypeVar
 from planners.errors import UserError
 
 _RETRY_S = 0.05
+_log = logging.getLogger(__name__)
 _Read = TypeVar("_Read")
 _DISK_REFUSES = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM}
 
@@ -93,6 +95,27 @@ def remove_directory(path: Path) -> None:
     temporary = temporary_sibling(path)
     path.rename(temporary)
     shutil.rmtree(temporary)
+
+
+def discard(path: Path) -> bool:
+    """Delete a file or directory that nobody needs any more; False if storage does not let it go now.
+
+    A file that somebody still has open stays on NFS, and its directory with it. What was to go is found again as
+    `is_temporary`, or under its name, by whoever tidies next.
+    """
+    try:
+        if is_temporary(path):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        elif path.is_dir():
+            remove_directory(path)
+        else:
+            path.unlink()
+    except FileNotFoundError:
+        return True
+    except OSError as error:
+        _log.warning("%s could not be deleted, which is tried again later: %s", path, error)
+        return False
+    return True
 
 
 def read_when_there(path: Path, deadline_s: float, read: Callable[[Path], _Read]) -> _Read:

@@ -10,6 +10,7 @@ a loaded group are views of what was read. Arrays are read-only. What holds arra
 import json
 import math
 import struct
+import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -22,7 +23,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from safetensors.numpy import save
 
-from tasks.exchange.files import read_when_there, write_atomic
+from tasks.exchange.files import discard, is_temporary, read_when_there, write_atomic
 from tasks.exchange.layout import RunDirectory, group_of
 from tasks.exchange.wire import WIRE_VERSION
 
@@ -54,6 +55,8 @@ class Outcome(StrEnum):
 
 
 _OUTCOMES = list(Outcome)
+_UNFINISHED_S = 3600.0
+"""Age at which what a writer has begun is nobody's work any more: a payload is written in one go."""
 _MASKED = (Outcome.TIMEOUT, Outcome.ERROR)
 
 
@@ -448,10 +451,23 @@ def found_payloads(run: RunDirectory) -> list[int]:
     return sorted(group_id for group_id in found if group_id is not None)
 
 
-def delete_payloads(run: RunDirectory, disposable: Collection[int]) -> None:
-    """Delete the payloads of the groups that `Ledger.disposable_groups` named."""
-    for group_id in sorted(disposable):
-        run.group_path(group_id).unlink(missing_ok=True)
+def delete_payloads(run: RunDirectory, disposable: Collection[int]) -> list[Path]:
+    """Delete the payloads of the groups that `Ledger.disposable_groups` named, and what killed writers left unfinished.
+
+    Returns:
+        What storage did not let go.
+    """
+    doomed = [run.group_path(group_id) for group_id in sorted(disposable)]
+    doomed += [path for path in run.trajectories.iterdir() if is_temporary(path) and _age_s(path) > _UNFINISHED_S]
+    return [path for path in doomed if not discard(path)]
+
+
+def _age_s(path: Path) -> float:
+    """Seconds since it was written to, by the clocks of storage and of this machine; 0 if it is gone."""
+    try:
+        return time.time() - path.stat().st_mtime
+    except FileNotFoundError:
+        return 0.0
 
 
 def _integers(values: Iterable[int]) -> NDArray[np.int32]:

@@ -6,11 +6,10 @@ twice. The ledger says which versions exist; a directory that it does not know i
 killed before it could record it, in a lineage that is over.
 """
 
-import shutil
 from collections.abc import Callable, Collection
 from pathlib import Path
 
-from tasks.exchange.files import is_temporary, publish_directory, remove_directory, target_of
+from tasks.exchange.files import discard, is_temporary, publish_directory, target_of
 from tasks.exchange.layout import RunDirectory, version_of
 from tasks.exchange.manifest import Damaged, check_manifest, write_manifest
 
@@ -83,18 +82,17 @@ def delete_unused(run: RunDirectory, lineage: int, unused: Collection[tuple[int,
         unused: what `Ledger.retire_versions` returned.
 
     Returns:
-        The directories of the versions deleted.
+        What storage did not let go.
     """
-    deleted = []
+    doomed = []
     for path in sorted(run.weights.iterdir()):
         if is_temporary(path):
             unfinished = version_of(target_of(path))
             if unfinished is not None and unfinished[0] <= lineage:
-                shutil.rmtree(path)
+                doomed.append(path)
         elif version_of(path) in unused:
-            remove_directory(path)
-            deleted.append(path)
-    return deleted
+            doomed.append(path)
+    return [path for path in doomed if not discard(path)]
 
 
 def _refuse_pickles(directory: Path) -> None:

@@ -8,14 +8,13 @@ count it.
 """
 
 import json
-import shutil
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from planners.errors import UserError
-from tasks.exchange.files import is_temporary, publish_directory, remove_directory, target_of, write_json
+from tasks.exchange.files import discard, is_temporary, publish_directory, target_of, write_json
 from tasks.exchange.layout import RunDirectory, checkpoint_of
 from tasks.exchange.ledger import Ledger
 
@@ -109,7 +108,7 @@ def load_checkpoint(run: RunDirectory, lineage: int, step: int, engine: "Engine"
 
 def delete_checkpoints(
     run: RunDirectory, lineage: int, keep: Collection[tuple[int, int]], among: Collection[tuple[int, int]]
-) -> None:
+) -> list[Path]:
     """Delete the checkpoints `among` which are not to be kept, and what killed trainers left unfinished.
 
     A trainer decides what to keep while it is current. If it is replaced meanwhile, nothing of its successor goes.
@@ -119,15 +118,20 @@ def delete_checkpoints(
         lineage: the trainer's lineage; unfinished directories of this one and earlier ones go.
         keep: (lineage, step) of those to keep.
         among: what the decision was made on; anything else on storage came later.
+
+    Returns:
+        What storage did not let go.
     """
+    doomed = []
     for path in sorted(run.checkpoints.iterdir()):
         checkpoint = checkpoint_of(path)
         if is_temporary(path):
             unfinished = checkpoint_of(target_of(path))
             if unfinished is not None and unfinished[0] <= lineage:
-                shutil.rmtree(path)
+                doomed.append(path)
         elif checkpoint in among and checkpoint not in keep:
-            remove_directory(path)
+            doomed.append(path)
+    return [path for path in doomed if not discard(path)]
 
 
 def _description(path: Path) -> dict[str, int]:

@@ -11,7 +11,7 @@ import signal
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from torch import Tensor
@@ -47,6 +47,8 @@ class Leader:
     lineage: int
     scope: ActorScope
     tracker: Tracker
+    undeleted: dict[str, list[Path]] = field(default_factory=dict)
+    """What storage did not let go when it was last tidied, by kind."""
 
     def confirm(self) -> None:
         """Raise Fenced if another trainer has taken over."""
@@ -89,7 +91,7 @@ class Leader:
             self.ledger.record_version(self.actor, number, str(path))
         keep_versions = self.experiment.storage.keep_versions
         unused = self.ledger.retire_versions(self.actor, keep_versions, found_versions(self.run))
-        delete_unused(self.run, self.lineage, unused)
+        self.undeleted["weights"] = delete_unused(self.run, self.lineage, unused)
 
     def require_newest(self, step: int) -> None:
         """Refuse to train `step` while the run is further.
@@ -128,7 +130,7 @@ class Leader:
         found = found_checkpoints(self.run)
         keep = self.ledger.proven_checkpoints(self.actor.run_id, found)[-self.experiment.storage.keep_checkpoints :]
         self.confirm()  # so this trainer was current when it decided: what it deletes now is nobody's newest
-        delete_checkpoints(self.run, self.lineage, keep, found)
+        self.undeleted["checkpoints"] = delete_checkpoints(self.run, self.lineage, keep, found)
 
     def delete_payloads(self) -> None:
         """Delete consumed trajectories that retention does not keep and every checkpoint includes."""
@@ -136,10 +138,12 @@ class Leader:
         oldest = proven[0][1] if proven else 0
         keep_steps = self.experiment.storage.keep_steps
         found = found_payloads(self.run)
-        delete_payloads(self.run, self.ledger.disposable_groups(self.actor.run_id, found, keep_steps, oldest))
+        disposable = self.ledger.disposable_groups(self.actor.run_id, found, keep_steps, oldest)
+        self.undeleted["trajectories"] = delete_payloads(self.run, disposable)
 
     def report(self, step: int, metrics: dict[str, float]) -> None:
         """Record the finished step in the ledger and in MLflow; values that are not finite are counted, not stored."""
+        metrics = {**metrics, "storage/undeleted": float(sum(map(len, self.undeleted.values())))}
         finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
         finite["nonfinite/metrics"] = float(len(metrics) - len(finite))
         self.ledger.record_step(self.actor, step, json.dumps(finite))

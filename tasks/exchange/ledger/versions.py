@@ -101,8 +101,9 @@ class Weights(Database):
             found: (lineage, number) of the versions whose files are on storage, see `weights.found_versions`.
 
         Returns:
-            Those of `found` that are retired or abandoned and that nobody claims, for `weights.delete_unused`: nobody
-            can claim them any more, so their files may go however late the caller deletes them.
+            Those of `found` that nobody claims and that are retired, abandoned, or of a lineage that is over and
+            never recorded, for `weights.delete_unused`: nobody can claim them any more, so their files may go however
+            late the caller deletes them.
 
         Raises:
             Fenced: this trainer is no longer current.
@@ -122,12 +123,10 @@ class Weights(Database):
                     )
                     .values(state="retired")
                 )
-            unclaimed = set(found) - claimed
-            return {
-                version
-                for version in unclaimed
-                if _state_of(connection, actor.run_id, *version) in ("retired", "abandoned")
-            }
+            present = run_of(connection, actor.run_id).lineage
+            states = {version: _state_of(connection, actor.run_id, *version) for version in set(found) - claimed}
+            over = {version for version, state in states.items() if state is None and version[0] < present}
+            return over | {version for version, state in states.items() if state in ("retired", "abandoned")}
 
 
 def newest_live_version(connection: Connection, run_id: str) -> tuple[int, int] | None:

@@ -1,5 +1,7 @@
 """Whole file or none: atomic writes, published directories, patient reads."""
 
+import errno
+import shutil
 import threading
 from pathlib import Path
 
@@ -7,6 +9,7 @@ import pytest
 
 from planners.errors import UserError
 from tasks.exchange.files import (
+    discard,
     is_temporary,
     publish_directory,
     read_when_there,
@@ -81,6 +84,27 @@ def test_final_name_appears_only_after_filling(tmp_path: Path) -> None:
     assert final.is_dir()
     remove_directory(final)
     assert not list(tmp_path.iterdir())
+
+
+def test_what_storage_does_not_let_go_ends_nobody_and_is_found_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As NFS keeps a file that somebody has open, and its directory with it."""
+    version = tmp_path / "version"
+    publish_directory(version, lambda path: (path / "file").touch())
+
+    def busy(path: Path) -> None:
+        raise OSError(errno.ENOTEMPTY, "Directory not empty", str(path))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(shutil, "rmtree", busy)
+        assert not discard(version)
+        (left,) = tmp_path.iterdir()
+        assert is_temporary(left)
+        assert not discard(left)
+    assert discard(left)
+    assert not list(tmp_path.iterdir())
+    assert discard(version), "what is gone already is no fault"
 
 
 def test_full_disk_is_one_clear_sentence(tmp_path: Path) -> None:

@@ -1,6 +1,8 @@
 """Payloads: what is loaded is what was saved, and a group's version is that of its oldest trained token."""
 
 import math
+import os
+import time
 from pathlib import Path
 
 import numpy as np
@@ -8,6 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tasks.exchange.files import temporary_sibling
 from tasks.exchange.layout import RunDirectory
 from tasks.exchange.trajectories import (
     Group,
@@ -129,8 +132,19 @@ def test_only_disposable_payloads_are_deleted(tmp_path: Path) -> None:
         save_group(run.group_path(group_id), Group(group_id, 0, (), ()))
     (run.trajectories / "not-a-payload").touch()
     assert found_payloads(run) == [1, 2, 3]
-    delete_payloads(run, {1, 3, 7})
+    assert delete_payloads(run, {1, 3, 7}) == []
     assert found_payloads(run) == [2]
+
+
+def test_what_a_killed_writer_left_goes_after_an_hour(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    run.create()
+    fresh, old = temporary_sibling(run.group_path(1)), temporary_sibling(run.group_path(2))
+    for path in (fresh, old):
+        path.touch()
+    os.utime(old, (time.time() - 4000, time.time() - 4000))
+    assert delete_payloads(run, set()) == []
+    assert list(run.trajectories.iterdir()) == [fresh]
 
 
 def test_every_answer_has_the_parts_that_the_group_names() -> None:
