@@ -16,8 +16,8 @@ from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
 from planners.errors import UserError
 
-NAME_PATTERN = r"^[a-z0-9][a-z0-9-]*$"
-"""The only pattern that texts in a section have to match."""
+NAME_PATTERN = r"^[a-z0-9][a-z0-9-]{0,99}$"
+"""The only pattern that texts in a section have to match: what file names and metrics can be made of."""
 _SHOWN_CHARACTERS = 60
 _SHOWN_FAULTS = 4
 _TRUTH = "truth"
@@ -116,7 +116,7 @@ def _describe(kind: type[BaseModel], fault: Any) -> str:
     if problem in ("model_type", "model_attributes_type", "dict_type"):
         message = "it must hold keys and values"
     elif problem == "string_pattern_mismatch":
-        message = "use lower-case letters, digits and hyphens"
+        message = "use up to 100 lower-case letters, digits and hyphens, no hyphen first"
     message = message.replace("valid tuple", "valid list").replace("tuple", "list")
     return f"{place} is empty: {message}" if given is None else f"{place} is {_shorten(repr(given))}: {message}"
 

@@ -10,7 +10,11 @@ from planners.sections import Section
 class SamplingSection(Section):
     """How answers are drawn: from the whole vocabulary, without top-k, top-p or penalties."""
 
-    temperature: float = Field(default=1.0, gt=0, description="Sampling temperature of rollouts.")
+    temperature: float = Field(
+        default=1.0,
+        ge=0.01,  # vLLM takes a lower one for this, so that its log-probabilities are not those of the trainer
+        description="Sampling temperature of rollouts.",
+    )
 
 
 class OptimizerSection(Section):
