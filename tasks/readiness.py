@@ -23,6 +23,7 @@ from tasks.machine.memory import memory_bytes
 from tasks.models.prepare import load_tokenizer, prepare_model
 from tasks.profiling.profile import profile_device
 from tasks.rewards.python import check_functions
+from tasks.rewards.references import check_references
 from tasks.training.memory import checkpoint_bytes
 from tasks.wishes import check_type, usable_devices
 
@@ -121,13 +122,15 @@ def _check_prompts(experiment: Experiment, questions: Questions, model_path: Pat
     """Encode what can be known: the evaluations' questions, those of whole files, and the first of the generated."""
     chat = Chat(experiment, load_tokenizer(model_path))
     last = max(chat.stop_token_ids)
-    for item in questions.known():
+    items = list(questions.known())
+    for item in items:
         last = max(last, *chat.encode(item))
     if last >= vocabulary:
         raise UserError(
             f"The tokenizer in {model_path} has the token {last} in a prompt or at its end, but the model's embedding "
             f"ends at {vocabulary - 1}: take tokenizer and model from one place."
         )
+    check_references(experiment.rewards, experiment.sources, items)
 
 
 def _check_writable(directory: Path, variable: str) -> None:

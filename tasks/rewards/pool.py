@@ -38,11 +38,13 @@ class Verdict:
         outcome: SCORED, TIMEOUT or ERROR.
         reward: the sum by weight over the rewards that score the item's source; NaN unless it was scored.
         parts: what each reward said, in the experiment's order, unweighted; NaN where it was not asked, or failed.
+        reason: a sentence about what went wrong; empty if it was scored.
     """
 
     outcome: Outcome
     reward: float
     parts: tuple[float, ...]
+    reason: str = ""
 
 
 class ScoringPool:
@@ -57,6 +59,8 @@ class ScoringPool:
         sources: Sequence[DataSource],
         processes: int,
         command: Sequence[str] | None = None,
+        *,
+        tells: bool = True,
     ) -> None:
         """Start the processes.
 
@@ -65,6 +69,7 @@ class ScoringPool:
             sources: all sources of the items that will be scored.
             processes: how many answers are scored at once.
             command: starts one scoring process; by default `tasks.rewards.worker`, whose protocol it speaks.
+            tells: whether answers that could not be scored are logged, besides the reason in their verdicts.
         """
         self.names = tuple(reward.label for reward in rewards)
         self.counts: Counter[Outcome] = Counter()
@@ -76,6 +81,7 @@ class ScoringPool:
         }
         self._command = list(command) if command is not None else worker_command(rewards, sources)
         self._shown: set[str] = set()
+        self._tells = tells
         self._free = asyncio.Semaphore(processes)
         self._ready: asyncio.Queue[_Worker | RuntimeError] = asyncio.Queue()
         self._workers: set[_Worker] = set()
@@ -94,20 +100,22 @@ class ScoringPool:
             RuntimeError: a scoring process cannot be started, or the pool is closed.
         """
         parts = [math.nan] * len(self._rewards)
-        outcome = Outcome.SCORED
+        outcome, reason = Outcome.SCORED, ""
         async with self._free:
             for number in self._asked[item["source"]]:
-                outcome, parts[number] = await self._ask(number, prompt, answer_text, item)
+                outcome, parts[number], reason = await self._ask(number, prompt, answer_text, item)
                 if outcome is not Outcome.SCORED:
                     break
         self.counts[outcome] += 1
         if outcome is not Outcome.SCORED:
-            return Verdict(outcome, math.nan, tuple(parts))
+            return Verdict(outcome, math.nan, tuple(parts), reason)
         total = math.fsum(self._rewards[n].weight * parts[n] for n in self._asked[item["source"]])
         return Verdict(outcome, total, tuple(parts))
 
-    async def _ask(self, number: int, prompt: str, answer_text: str, item: Mapping[str, Any]) -> tuple[Outcome, float]:
-        """Outcome of one reward, and its number or NaN."""
+    async def _ask(
+        self, number: int, prompt: str, answer_text: str, item: Mapping[str, Any]
+    ) -> tuple[Outcome, float, str]:
+        """Outcome of one reward, its number or NaN, and what went wrong."""
         reward = self._rewards[number]
         about = f"reward {reward.label}; question: {item['question']:.80}"
         worker = await self._next_worker()
@@ -118,11 +126,11 @@ class ScoringPool:
                 reply = await worker.ask(to_line(request))
             usable = True
         except TimeoutError:
-            _log.warning("scoring took over %g s and was killed; %s", reward.timeout_s, about)
-            return Outcome.TIMEOUT, math.nan
+            self._tell(f"it took over {reward.timeout_s:g} s and was killed", reward, about)
+            return Outcome.TIMEOUT, math.nan, f"{reward.label} took over {reward.timeout_s:g} s."
         except _WorkerFailed as error:
-            _log.warning("%s; %s", error, about)
-            return Outcome.ERROR, math.nan
+            self._tell(str(error), reward, about)
+            return Outcome.ERROR, math.nan, f"{reward.label}: {error}."
         finally:
             # Also when cancelled: a process whose reply nobody read would answer the next question with it.
             if usable:
@@ -131,16 +139,17 @@ class ScoringPool:
                 self._replace(worker)
         value = _value(reply, reward)
         if math.isnan(value):
-            self._tell(reply, reward, about)
-            return Outcome.ERROR, value
-        return Outcome.SCORED, value
+            self._tell(str(reply.get("error", reply)), reward, about, str(reply.get("traceback", "")))
+            return Outcome.ERROR, value, f"{reward.label}: {reply.get('error', reply)}."
+        return Outcome.SCORED, value, ""
 
-    def _tell(self, reply: Mapping[str, object], reward: Reward, about: str) -> None:
-        """Log what went wrong, the first time of a reward with its traceback."""
-        first = reward.label not in self._shown
-        self._shown.add(reward.label)
-        where = f"\n{reply['traceback']}" if first and "traceback" in reply else ""
-        _log.warning("scoring failed: %s; %s%s", reply.get("error", reply), about, where)
+    def _tell(self, fault: str, reward: Reward, about: str, traceback: str = "") -> None:
+        """Log what went wrong, the first traceback of a reward with it."""
+        if not self._tells:
+            return
+        where = f"\n{traceback}" if traceback and reward.label not in self._shown else ""
+        self._shown |= {reward.label} if traceback else set()
+        _log.warning("scoring failed: %s; %s%s", fault, about, where)
 
     async def close(self) -> None:
         """End all scoring processes and verify that they are gone.
