@@ -145,9 +145,11 @@ async def _restart_starts_answers_again(engine: VllmEngine, weights: list[Path])
 
 async def _drain_finishes_first(engine: VllmEngine, weights: list[Path]) -> None:
     running = await _start_long_answers(engine, "drain")
+    more = [asyncio.create_task(engine.generate(f"queued-{number}", PROMPT, SHORT)) for number in range(12)]
+    await asyncio.sleep(0)
     await engine.load(1, 4, weights[1], "drain")
     assert engine.loaded == (1, 4)
-    for answer in await asyncio.gather(*running):
+    for answer in await asyncio.gather(*running, *more):
         assert [segment.version for segment in answer.segments] == [3]
         assert _error(answer, [weights[0]] * 4) < 1e-4
 

@@ -55,6 +55,8 @@ class VllmEngine:
         self._core = core
         self._in_flight: set[str] = set()
         self._aborted: set[str] = set()
+        self._is_idle = asyncio.Event()
+        self._is_idle.set()
         self._restarts = 0
         self._closed = False
 
@@ -116,6 +118,7 @@ class VllmEngine:
         if request_id in self._in_flight:
             raise ValueError(f"Request {request_id} is in flight already: ids are unique among running requests.")
         self._in_flight.add(request_id)
+        self._is_idle.clear()
         try:
             while True:
                 restarts = self._restarts
@@ -126,6 +129,8 @@ class VllmEngine:
         finally:
             self._in_flight.discard(request_id)
             self._aborted.discard(request_id)
+            if not self._in_flight:
+                self._is_idle.set()
         finish_reason = str(completion.finish_reason)
         if finish_reason not in _FINISH_REASONS:
             raise RuntimeError(f"vLLM ended request {request_id} of replica {self.replica} with '{finish_reason}'.")
@@ -145,6 +150,7 @@ class VllmEngine:
     async def load(self, lineage: int, number: int, path: Path, in_flight: InFlight) -> None:
         """Take the weights of `path`, a verified version directory; calls one at a time.
 
+        Under `drain` all answers end first, those that still wait for a place as well: ask for no more meanwhile.
         Answers in flight restart when the lineage changes, whatever `in_flight` says: nothing generated under an
         abandoned lineage is kept. After an error the weights are undefined: shut the engine down.
 
@@ -157,6 +163,9 @@ class VllmEngine:
             self._restarts += 1
         try:
             async with asyncio.timeout(LOAD_DEADLINE_S):
+                if in_flight == "drain":
+                    # vLLM's own wait is for answers that it computes: those that queue would begin with new weights.
+                    await self._is_idle.wait()
                 await self._llm.pause_generation(mode=_PAUSE_MODES[in_flight], clear_cache=False)
                 await self._llm.collective_rpc("load_version", args=(str(path),))
                 await self._llm.reset_prefix_cache(reset_running_requests=True)
