@@ -65,7 +65,7 @@ def measure(topology: Topology, mode: Mode) -> tuple[dict[str, Any], ClusterPlan
         "mode": mode,
         "solve_s": time.perf_counter() - began,
         "cpu_s": time.process_time() - worked,
-        "gap": plan.gap if mode == "joint" else None,
+        "gap": plan.gap,
         "gap_solver": plan.gap_solver,
         "gap_placement": plan.gap_placement,
         "step_s": plan.step_s,
@@ -124,10 +124,10 @@ def main() -> None:
             for mode in ("joint", "two-phase") if devices <= TWO_PHASE_MOST else ("joint",):
                 row, plan = measure(topology, mode)
                 rows.append(row)
-                gap = "-" if row["gap"] is None else f"{row['gap']:.2%}"
+                gap, lost = ("-" if row[key] is None else f"{row[key]:.2%}" for key in ("gap", "gap_placement"))
                 print(
                     f"| {devices} | {row['types']} | {mode} | {row['solve_s']:.2f} | {row['cpu_s']:.2f} | {gap} "
-                    f"| {row['gap_placement']:.2%} | {row['step_s']:.1f} | {row['tokens_per_s'] / 1e3:.1f} "
+                    f"| {lost} | {row['step_s']:.1f} | {row['tokens_per_s'] / 1e3:.1f} "
                     f"| {row['limited_by']} | {row['replicas']} "
                     f"| {row['concurrency']} | {row['gate_used']:.0%} | {row['peak_gib']:.2f} |",
                     flush=True,

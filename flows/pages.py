@@ -99,7 +99,7 @@ def show_plan(plan: ClusterPlan) -> None:
         key="plan",
         description=f"Predicted step: {plan.step_s:.1f} s, {plan.throughput_tokens_per_s:.1f} response tokens/s.",
     )
-    figures = {**_plan_figures(plan), "best possible tokens/s": round(plan.upper_bound_tokens_per_s, 1)}
+    figures = {**_plan_figures(plan), "best possible tokens/s": _or_dash(plan.upper_bound_tokens_per_s, ".1f")}
     create_table_artifact(
         as_rows(figures), key="plan-figures", description=f"Mode {plan.mode}; bound: {plan.bound_holds}."
     )
@@ -129,8 +129,12 @@ def _plan_figures(plan: ClusterPlan) -> dict[str, Any]:
         "load s": seconds(plan.sync_rollout_s),
         "trains": plan.trainer.layout,
         "replicas": len(plan.replicas),
-        "gap": f"{plan.gap:.2%}",
+        "gap": _or_dash(plan.gap, ".2%"),
     }
+
+
+def _or_dash(value: float | None, form: str) -> str:
+    return "–" if value is None else format(value, form)
 
 
 @_shown("the plan of the cluster")

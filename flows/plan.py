@@ -65,7 +65,7 @@ def plan_for_cluster(experiment: Experiment, cluster: ClusterWish) -> dict[str, 
     )
     with tempfile.TemporaryDirectory() as scratch:
         texts = {
-            "plan.json": study.plan.model_dump_json(indent=2),
+            "plan.json": study.plan.model_copy(update={"explanation": words}).model_dump_json(indent=2),
             "plan.txt": "\n\n".join([words, *pictures.values()]),
         }
         for name, text in texts.items():

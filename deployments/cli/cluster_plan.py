@@ -47,7 +47,8 @@ def plan_cluster(
     for picture in (cluster_map(study.plan), memory_table(study.plan)):
         console.print(f"\n{picture}", soft_wrap=True, markup=False)
     if json_file is not None:
-        write_atomic(json_file, study.plan.model_dump_json(indent=2).encode())
+        explained = study.plan.model_copy(update={"explanation": words})
+        write_atomic(json_file, explained.model_dump_json(indent=2).encode())
         console.print(f"\nplan: {json_file}", soft_wrap=True, markup=False)
 
 

@@ -37,15 +37,11 @@ def explain(
         names: those of choices, for `in_words`.
     """
     generating = Counter(t for replica in plan.replicas for t in [replica.device_type] * len(replica.devices))
-    side, other = ("Training", "generation") if plan.limited_by == "training" else ("Generation", "training")
-    sides = (plan.train_s + plan.sync_train_s, plan.rollout_s + plan.reward_s + plan.sync_rollout_s)
-    longer, shorter = sorted(sides, reverse=True)
     lines = [
         f"Trains on {plan.trainer.layout}; generates on "
         + ", ".join(f"{count} × {kind}" for kind, count in sorted(generating.items()))
         + f" in {len(plan.replicas)} {'replica' if len(plan.replicas) == 1 else 'replicas'}.",
-        f"{side} limits: {_seconds(longer)} a step against {_seconds(shorter)} of {other}, {_sync_words(plan)} "
-        f"included; a step takes {_seconds(plan.step_s)}{_in_turn(plan)}.",
+        *_limit(plan),
         *_longest_answers(plan),
         f"{rounded_down(plan.throughput_tokens_per_s)} response tokens/s{_price_words(plan)}.",
         *_simulated(plan),
@@ -58,6 +54,30 @@ def explain(
     if plan.what_if:
         lines.append("What-if: it uses layouts or a sync mode that do not run yet.")
     return "\n".join(lines)
+
+
+def _limit(plan: ClusterPlan) -> list[str]:
+    """What decides the step's time, and what scoring does to it."""
+    sides = {
+        "training": plan.train_s + plan.sync_train_s,
+        "generation": plan.rollout_s + plan.sync_rollout_s,
+    }
+    step = f"a step takes {_seconds(plan.step_s)}{_in_turn(plan)}"
+    if plan.limited_by == "scoring":
+        at_once = f"{plan.demand.scorers} {'group' if plan.demand.scorers == 1 else 'groups'} at once"
+        against = ", ".join(f"{_seconds(value)} of {name}" for name, value in sides.items())
+        return [f"Scoring limits: {_seconds(plan.scoring_s)} a step with {at_once} against {against}; {step}."]
+    side, other = ("Training", "generation") if plan.limited_by == "training" else ("Generation", "training")
+    lines = [
+        f"{side} limits: {_seconds(sides[side.lower()])} a step against {_seconds(sides[other])} of {other}, "
+        f"{_sync_words(plan)} included; {step}."
+    ]
+    if plan.reward_s and plan.mode == "two-phase":
+        lines.append(
+            f"Algorithm 1 adds the {_seconds(plan.reward_s)} of scoring to generation; here it goes on beside, and "
+            "only delays a group."
+        )
+    return lines
 
 
 def seconds(value: float) -> str:
@@ -75,14 +95,33 @@ def _work_s(plan: ClusterPlan) -> float:
 
 
 def _longest_decide(plan: ClusterPlan) -> bool:
-    """Whether generation takes longer than its work; where training limits, a little is not worth a word."""
+    """Whether generation takes longer than its work, and would not if no answer were longer than others.
+
+    Where training limits, a little is not worth a word.
+    """
+    return _takes_longer(plan) and _step_without_tail_s(plan) < plan.step_s * (1 - NEGLIGIBLE)
+
+
+def _takes_longer(plan: ClusterPlan) -> bool:
     return plan.rollout_s > _work_s(plan) * (1 + (NEGLIGIBLE if plan.limited_by == "generation" else DISAGREEMENT))
+
+
+def _step_without_tail_s(plan: ClusterPlan) -> float:
+    """The step time if all answers of a batch ended with its work."""
+    batch_s = plan.reward_s + max(_work_s(plan), plan.scoring_s)
+    in_time_s = (plan.train_s + plan.transfer_s + batch_s) / (plan.demand.max_staleness + 1) + plan.sync_rollout_s
+    return max(plan.train_s + plan.sync_train_s, _work_s(plan) + plan.sync_rollout_s, plan.scoring_s, in_time_s)
 
 
 def _longest_answers(plan: ClusterPlan) -> list[str]:
     """What generation's seconds are where they are not its work."""
-    if not _longest_decide(plan):
+    if not _takes_longer(plan):
         return []
+    if not _longest_decide(plan):
+        return [
+            f"Of generation's {_seconds(plan.rollout_s)} its work takes {_seconds(_work_s(plan))}: the way of new "
+            "weights decides, since answers may be only so many versions old."
+        ]
     eta, longest_s = plan.demand.max_staleness, max(r.latency_s for r in plan.replicas)
     steps = f"with staleness {eta} they have {eta + 1} steps, training included" if eta else "each step waits for them"
     return [
@@ -115,8 +154,6 @@ def _whom_to_trust(plan: ClusterPlan, differs: float, steps: int, warm_up: int) 
         )
     if differs > 0:
         why = "work and longest answer vary from step to step, and each side waits for the other"
-    elif plan.reward_s and plan.demand.max_staleness:
-        why = "scoring, which the plan adds to generation, goes on beside it"
     else:
         why = "replicas that are not full, as the gate leaves them, are faster than the plan's full ones"
     return f"trust the simulation, since {why}"
@@ -130,7 +167,7 @@ def _left_out(plan: ClusterPlan, budget_usd_per_h: float | None, opened: Gain | 
     devices = f"{idle} {'device is' if idle == 1 else 'devices are'}"
     if plan.price_bound_usd_per_h is not None:
         return [f"{devices} not rented: the target is met without."]
-    sure = plan.gap <= NEGLIGIBLE
+    sure = plan.gap is not None and plan.gap <= NEGLIGIBLE
     found = "no use of them would shorten the step" if sure else "no use of them was found to shorten the step"
     if budget_usd_per_h is not None:
         return [f"{devices} not rented: within {budget_usd_per_h:g} USD/h {found}."]
@@ -190,7 +227,7 @@ def _in_turn(plan: ClusterPlan) -> str:
 def _certainty(plan: ClusterPlan) -> str:
     if plan.mode == "exhaustive":
         return f"The best there is, {plan.bound_holds}: every assignment was tried."
-    if plan.mode != "joint":
+    if plan.gap is None:
         return f"Mode {plan.mode} proves no bound."
     if plan.price_bound_usd_per_h is not None:
         return f"Nothing below {plan.price_bound_usd_per_h:.2f} USD/h reaches the target, {plan.bound_holds}."

@@ -69,6 +69,7 @@ class DemandPlan(Part):
     max_staleness: Number
     prompt_tokens: Amount
     response_points: tuple[Positive, ...] = Field(min_length=1, description="Equally likely answer lengths.")
+    scorers: Count | None = Field(default=None, description="Groups scored at once; empty: all that there are.")
 
 
 class ClusterPlan(RunPlan):
@@ -91,14 +92,17 @@ class ClusterPlan(RunPlan):
     sync_rollout_s: Amount = Field(description="Of these every replica stands still.")
     transfer_s: Amount = Field(description="From the end of a training step until replicas can begin to take weights.")
     sync_mode: SyncMode
-    reward_s: Amount
+    reward_s: Amount = Field(description="From a group's last answer until the group is scored.")
+    scoring_s: Amount = Field(default=0.0, description="Scoring of a step's groups with all scorers at work.")
     usd_per_h: Amount = Field(description="Price of the devices used.")
     price_bound_usd_per_h: Amount | None = Field(description="With a target: nothing cheaper reaches it.")
     usd_per_million_tokens: Amount
-    upper_bound_tokens_per_s: Positive = Field(description="No plan of the listed layouts is faster under these costs.")
-    gap: float = Field(description="(bound − throughput)/bound.")
-    gap_solver: float = Field(description="What the solver left unproven.")
-    gap_placement: float = Field(description="What concrete machines lose against the best links.")
+    upper_bound_tokens_per_s: Positive | None = Field(
+        description="No plan of the listed layouts is faster under these costs; empty in modes that prove none."
+    )
+    gap: float | None = Field(description="(bound − throughput)/bound.")
+    gap_solver: float | None = Field(description="What the solver left unproven.")
+    gap_placement: float | None = Field(description="What concrete machines lose against the best links.")
     bound_holds: str
     solve_s: float
     limited_by: str
@@ -118,6 +122,9 @@ class ClusterPlan(RunPlan):
         return self
 
 
+PROVEN = ("joint", "exhaustive")
+"""Modes that know how far from the best a plan can be."""
+NO_BOUND = "none is proven in this mode"
 BOUND_HOLDS = "within the listed layouts, the chosen sync mode and this cost model"
 
 
@@ -134,7 +141,7 @@ def build_plan(
     """Assemble the plan of a placement."""
     demand, topology = problem.demand, problem.topology
     throughput = demand.tokens_per_step / placed.step_s
-    upper = demand.tokens_per_step / bound_step_s
+    upper, is_proven = demand.tokens_per_step / bound_step_s, mode in PROVEN
     machines = _machines(problem, placed)
     price = sum((m.training + m.rollout) * n.device.usd_per_h for m, n in zip(machines, topology.nodes, strict=True))
     columns = sorted({column for column, _, _ in placed.replicas}, key=lambda c: c.name)
@@ -154,17 +161,18 @@ def build_plan(
         transfer_s=placed.sync.transfer_s,
         sync_mode=problem.sync_mode,
         reward_s=demand.reward_s,
+        scoring_s=demand.scoring_s,
         usd_per_h=price,
         price_bound_usd_per_h=price_bound_usd_per_h,
         usd_per_million_tokens=price / 3600 / throughput * 1e6,
-        upper_bound_tokens_per_s=upper,
-        gap=max(0.0, 1 - throughput / upper),
-        gap_solver=max(0.0, 1 - bound_step_s / solver_step_s),
-        gap_placement=max(0.0, (1 / solver_step_s - 1 / placed.step_s) * bound_step_s),
-        bound_holds=BOUND_HOLDS,
+        upper_bound_tokens_per_s=upper if is_proven else None,
+        gap=max(0.0, 1 - throughput / upper) if is_proven else None,
+        gap_solver=max(0.0, 1 - bound_step_s / solver_step_s) if is_proven else None,
+        gap_placement=max(0.0, (1 / solver_step_s - 1 / placed.step_s) * bound_step_s) if is_proven else None,
+        bound_holds=BOUND_HOLDS if is_proven else NO_BOUND,
         solve_s=solve_s,
         limited_by=limiting_side(
-            placed.train_s + placed.sync.train_s, rollout_s + demand.reward_s + placed.sync.rollout_s
+            placed.train_s + placed.sync.train_s, rollout_s + placed.sync.rollout_s, demand.scoring_s
         ),
         trainer=_trainer(problem, placed),
         replicas=_replicas(problem, placed),
@@ -187,6 +195,7 @@ def _demand(demand: Demand) -> DemandPlan:
         max_staleness=demand.max_staleness,
         prompt_tokens=demand.prompt.mean,
         response_points=demand.response.points,
+        scorers=demand.scorers,
     )
 
 
@@ -194,15 +203,17 @@ def _rollout_s(problem: Problem, placed: Placed) -> float:
     """Generation of one step: its work, or the wait for its longest answer where that decides the step."""
     demand = problem.demand
     work_s = demand.tokens_per_step / placed.rate
-    rest_s = placed.step_s - placed.sync.rollout_s - demand.reward_s
+    rest_s = placed.step_s - placed.sync.rollout_s
     if demand.max_staleness == 0:
-        return max(work_s, rest_s - placed.train_s - placed.sync.transfer_s)
-    trains = placed.step_s <= (placed.train_s + placed.sync.train_s) * (1 + 1e-9)
-    return work_s if trains else max(work_s, rest_s)
+        return max(work_s, rest_s - placed.train_s - placed.sync.transfer_s - demand.reward_s)
+    others_s = max(placed.train_s + placed.sync.train_s, placed.sync.transfer_s, demand.scoring_s)
+    return work_s if placed.step_s <= others_s * (1 + 1e-9) else max(work_s, rest_s)
 
 
-def limiting_side(train_side_s: float, rollout_side_s: float) -> str:
-    """Which side decides the step."""
+def limiting_side(train_side_s: float, rollout_side_s: float, scoring_s: float) -> str:
+    """What decides the step."""
+    if scoring_s > max(train_side_s, rollout_side_s):
+        return "scoring"
     return "training" if train_side_s >= rollout_side_s else "generation"
 
 

@@ -140,6 +140,7 @@ class Simulator:
         self.unfinished: dict[int, tuple[int, int, int]] = {}  # group: (answers left, version, replica)
         self.finished: dict[int, int] = {}  # group: version
         self.scoring: dict[int, int] = {}
+        self.scorers: list[float] = []  # when each that has worked is free again
         self.step = 0
         self.step_ends_s: list[float] = []
         self.step_tokens: list[float] = []
@@ -260,8 +261,16 @@ class Simulator:
                 continue
             del self.unfinished[group]
             self.scoring[group] = version
-            self._push(now_s + self.plan.reward_s, "scored", group, 0)
+            self._push(self._scored_s(now_s), "scored", group, 0)
         self._fill(replica, now_s)
+
+    def _scored_s(self, now_s: float) -> float:
+        """When a group whose last answer ends now is scored: first come, first served."""
+        if self.demand.scorers is None:
+            return now_s + self.plan.reward_s
+        starts_s = now_s if len(self.scorers) < self.demand.scorers else max(now_s, heapq.heappop(self.scorers))
+        heapq.heappush(self.scorers, starts_s + self.plan.reward_s)
+        return starts_s + self.plan.reward_s
 
     # Training
 

@@ -67,17 +67,17 @@ def _placed(
         return None
     rate, latency_s = sum(e[2] for e in used), max(e[3] for e in used)
     generate_s = demand.tokens_per_step / rate
-    together_s = max(trainer.seconds, generate_s + demand.reward_s)
+    together_s = max(trainer.seconds, generate_s, demand.scoring_s)
     if together_s >= faster_than_s:
         return None
     generating = [n for n, chosen in zip(topology.nodes, choice, strict=True) if chosen]
     training = [n for stage in trainer.stages for n in stage]
     sync = sync_of(problem.sync_mode, topology, training, generating, problem.model.weight_bytes, problem.profiles)
-    eta, waits_s = demand.max_staleness, sync.rollout_s + demand.reward_s
-    batch_s = max(latency_s, generate_s + demand.drain_share * latency_s)
-    in_time_s = (trainer.seconds + sync.transfer_s + demand.reward_s + batch_s) / (eta + 1) + sync.rollout_s
-    sides_s = max(trainer.seconds + sync.train_s, generate_s + waits_s)
-    step_s = max(sides_s, in_time_s, sync.transfer_s)
+    eta = demand.max_staleness
+    batch_s = demand.reward_s + max(latency_s, generate_s + demand.drain_share * latency_s, demand.scoring_s)
+    in_time_s = (trainer.seconds + sync.transfer_s + batch_s) / (eta + 1) + sync.rollout_s
+    sides_s = max(trainer.seconds + sync.train_s, generate_s + sync.rollout_s)
+    step_s = max(sides_s, in_time_s, sync.transfer_s, demand.scoring_s)
     if step_s >= faster_than_s:
         return None
     replicas = []

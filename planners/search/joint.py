@@ -14,10 +14,12 @@
          Σ_{ψ of t, cores ≥ k} y_ψ ≤ machines of t with k cores left by training     ∀ CPU types t, k: one process each
     (3)  H = Σ h_ψ y_ψ,   τ ≥ W/H                                convex: tangents τ ≥ (W/H₀)(2 − H/H₀) until tight
     (4)  T ≥ Σ T_σ z_σ + P
-    (5)  T ≥ τ + R + S                                           R reward seconds
+    (5)  T ≥ τ + S,   T ≥ B·R/scorers                            R seconds until a group is scored, beside generation
     (6)  Σ leased_ψ y_ψ ≤ max(1, η)·B·G                          more in flight would starve at the gate
     (7)  Λ ≥ ℓ_ψ for used ψ, and a batch must be there in time, η + 1 steps after its version was trained:
-         (η + 1)(T − S) ≥ Σ T_σ z_σ + X + R + max(Λ, τ + ρ·Λ)    its longest answer, or its work and what drains, ρ of Λ
+         (η + 1)(T − S) ≥ Σ T_σ z_σ + X + R + max(Λ, τ + ρ·Λ, B·R/scorers)
+                                                                 its longest answer, its work and what drains, ρ of Λ,
+                                                                 or the scoring of all its groups; the last one's then
     (8)  Σ_d d·m_t,d ≥ Σ_{ψ of t} tp_ψ y_ψ − min(Σ spare_σ,t z_σ, l_t·max d),   m_t,d ≤ machines left by training
     (9)  S, P, X as in `planners.costs.sync`: P = S but in mode `storage`, where P = X = Σ publish_σ z_σ and S ≥ load_t
          for used t; in the other modes per type set g, switched on by Σ_{σ: g(σ)=g} z_σ
@@ -154,7 +156,7 @@ def _shortest_body_s(
 ) -> float:
     """T − S of no plan is below this, given that no T is below the bound."""
     demand = problem.demand
-    generates_s = demand.tokens_per_step / highest_rate(problem, rollout) + demand.reward_s
+    generates_s = demand.tokens_per_step / highest_rate(problem, rollout)
     trains_s = min(c.step_s for c in training) if problem.sync_mode != "storage" else 0.0  # there it does not wait S
     pause_s = ceiling_of(problem.sync_mode, problem.topology, problem.model.weight_bytes, problem.profiles).rollout_s
     return max(generates_s, trains_s, bound_s - pause_s)
@@ -165,7 +167,7 @@ def _allowed_latency_s(problem: Problem, body_s: float) -> float:
     worst = ceiling_of(problem.sync_mode, problem.topology, problem.model.weight_bytes, problem.profiles)
     demand, late_s = problem.demand, worst.transfer_s - (worst.train_s - worst.rollout_s)
     whole_s = demand.max_staleness * body_s - late_s - demand.reward_s
-    drained_s = (demand.max_staleness - 1) * body_s - late_s
+    drained_s = (demand.max_staleness - 1) * body_s - late_s - demand.reward_s
     return min(whole_s, drained_s / demand.drain_share) if demand.drain_share else whole_s
 
 
@@ -179,8 +181,8 @@ def step_seconds(problem: Problem, train_s: float, rate: float, latency_s: float
     """T from its parts, (3) to (5), (7) and (10)."""
     demand = problem.demand
     generate_s = demand.tokens_per_step / rate
-    body_s = max(train_s + sync.train_s, generate_s + demand.reward_s + sync.rollout_s)
-    batch_s = max(latency_s, generate_s + demand.drain_share * latency_s)
+    body_s = max(train_s + sync.train_s, generate_s + sync.rollout_s, demand.scoring_s)
+    batch_s = max(latency_s, generate_s + demand.drain_share * latency_s, demand.scoring_s)
     in_time_s = (train_s + sync.transfer_s + demand.reward_s + batch_s) / (demand.max_staleness + 1)
     return max(body_s, in_time_s + sync.rollout_s, sync.transfer_s)
 

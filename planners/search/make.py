@@ -285,7 +285,8 @@ def _cannot(
 def _longest_step_s(problem: Problem, training: list[TrainingColumn], rollout: list[RolloutColumn]) -> float:
     """A step that any plan keeps to."""
     slowest = min(c.tokens_per_s for c in rollout)
-    longest_s = max(c.step_s for c in training) + problem.demand.tokens_per_step / slowest + problem.demand.reward_s
+    longest_s = max(c.step_s for c in training) + problem.demand.tokens_per_step / slowest
+    longest_s += problem.demand.reward_s + problem.demand.scoring_s
     return 10 * (longest_s + max(c.latency_s for c in rollout) + problem.model.weight_bytes / 1e8)
 
 

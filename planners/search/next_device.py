@@ -88,6 +88,8 @@ def memory_remedy(problem: Problem, plan: ClusterPlan, names: Mapping[str, str] 
 
 
 def _before_placement_s(problem: Problem, plan: ClusterPlan) -> float:
+    if plan.upper_bound_tokens_per_s is None or plan.gap_solver is None:
+        return plan.step_s
     return problem.demand.tokens_per_step / plan.upper_bound_tokens_per_s / (1 - plan.gap_solver)
 
 

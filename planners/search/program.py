@@ -138,10 +138,11 @@ class Program:
         self.program += self.rate == sum_(c.tokens_per_s * y for c, y in zip(self.rollout, self.y, strict=True))
         train = sum_(c.step_s * z for c, z in zip(self.training, self.z, strict=True))
         self.program += self.step >= train + self.train_pause
-        self.program += self.step >= self.generation + demand.reward_s + self.pause
+        self.program += self.step >= self.generation + self.pause
+        self.program += self.step >= demand.scoring_s
         if self.late is not None:
             more = (1 + self.more_work) * self.generation
-            self.program += self.step + self.late >= more + demand.reward_s + self.pause
+            self.program += self.step + self.late >= more + self.pause
         if len(self.alone) == len(self.problem.topology.types) == 1:  # one process generates all
             self.program += self.generation >= sum_(
                 demand.tokens_per_step / c.tokens_per_s * y for c, y in zip(self.rollout, self.y, strict=True)
@@ -186,6 +187,7 @@ class Program:
         train = sum_(c.step_s * z for c, z in zip(self.training, self.z, strict=True))
         before = train + self.transfer + demand.reward_s
         versions, drain = demand.max_staleness + 1, demand.drain_share
+        self.program += versions * (self.step - self.pause) >= before + demand.scoring_s
         self.program += versions * (self.step - self.pause) >= before + longest
         self.program += versions * (self.step - self.pause) >= before + self.generation + drain * longest
         if self.late is not None:

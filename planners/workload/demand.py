@@ -12,6 +12,7 @@ from planners.workload.step import Workload
 class Demand:
     """Sizes of a step (B, G, η as in `Workload`), the lengths, and what the trainer does with them.
 
+    A group is scored `reward_s` seconds after its last answer, `scorers` groups at once (None: as many as there are).
     `longest_tokens` is the longest prompt plus answer that must be served. `concurrency` are the answers of a replica,
     where a person leaves no choice.
     """
@@ -25,6 +26,7 @@ class Demand:
     minibatches: int = 1
     micro_batch_tokens: int = 16384
     reward_s: float = 0.0
+    scorers: int | None = None
     concurrency: int | None = None
 
     def __post_init__(self) -> None:
@@ -42,6 +44,11 @@ class Demand:
     def tokens_per_step(self) -> float:
         """W: response tokens of a step; throughput counts these and nothing else."""
         return self.answers_per_step * self.response.mean
+
+    @property
+    def scoring_s(self) -> float:
+        """What scoring a step's groups takes with all scorers at work; it goes on beside generation and training."""
+        return self.prompts_per_step * self.reward_s / self.scorers if self.scorers else 0.0
 
     @property
     def minibatch_groups(self) -> list[int]:
@@ -129,5 +136,6 @@ def demand_of(
         minibatches=minibatches,
         micro_batch_tokens=micro_batch_tokens,
         reward_s=workload.reward_s,
+        scorers=workload.scorers,
         concurrency=concurrency,
     )

@@ -28,5 +28,11 @@ class Workload(Section):
         default=None, description="How long answers are in tokens, for the planner; empty: all of max_new_tokens."
     )
     reward_s: float = Field(
-        default=0.0, ge=0, le=86_400, description="Seconds by which scoring delays a step, for the planner."
+        default=0.0,
+        ge=0,
+        le=86_400,
+        description="Seconds from the end of a group's last answer until the group is scored, for the planner.",
+    )
+    scorers: int | None = Field(
+        default=None, ge=1, description="Groups scored at once, for the planner; empty: all that there are."
     )

@@ -36,7 +36,7 @@ def check_user_directory(path: Path) -> None:
     """Refuse a directory that cannot be trained: files, architecture, weights or memory. Raises UserError."""
     config = _read_config(path)
     architectures = config.get("architectures") or ["none"]
-    if architectures[0] != ARCHITECTURES.get(config.get("model_type")):
+    if architectures[0] != ARCHITECTURES.get(str(config.get("model_type"))):
         raise UserError(
             f"{path / 'config.json'} names the architecture {architectures[0]} and the model_type "
             f"{config.get('model_type')}, which cannot be trained here: use one of {', '.join(ARCHITECTURES.values())}."

@@ -90,3 +90,15 @@ def run_plan(machine: str = "here", *, ranks: int = 1, zero_stage: int = 0, micr
     return RunPlan.model_validate(
         {"trainer": trainer, "replicas": [{**replica, "tokens_per_s": 1.0, "latency_s": 1.0}]}
     )
+
+
+def gap_of(plan: ClusterPlan) -> float:
+    """The gap of a plan in a mode that proves one."""
+    assert plan.gap is not None
+    return plan.gap
+
+
+def bound_of(plan: ClusterPlan) -> float:
+    """The proven bound of a plan, in response tokens per second."""
+    assert plan.upper_bound_tokens_per_s is not None
+    return plan.upper_bound_tokens_per_s

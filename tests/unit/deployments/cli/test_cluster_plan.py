@@ -62,6 +62,7 @@ def test_a_plan_is_explained_written_and_simulated(tmp_path: Path) -> None:
     written = json.loads(plan.read_text())
     assert set(KEYS) <= written.keys()
     assert written["upper_bound_tokens_per_s"] >= written["throughput_tokens_per_s"] > 0
+    assert written["explanation"].splitlines()[0] in output
 
     outcome = tmp_path / "simulation.json"
     status, output = hexflow(tmp_path, "simulate", str(plan), "--steps", "12", "--json", str(outcome))

@@ -25,7 +25,7 @@ from planners.search.this_machine import require_startable
 from planners.workload.demand import demand_of
 from planners.workload.lengths import Samples
 from planners.workload.step import Workload
-from tests.support.plan import TINY, plan_for, plan_here, profile_of
+from tests.support.plan import TINY, gap_of, plan_for, plan_here, profile_of
 
 Kind = Literal["cuda", "cpu"]
 JOINT = Goal()
@@ -66,6 +66,7 @@ def problems(draw: st.DrawFn) -> tuple[Counts, Profiles, Workload, Packing]:
         max_new_tokens=draw(st.integers(1, 20)),
         max_staleness=draw(st.integers(0, 3)),
         reward_s=draw(st.sampled_from([0.0, 1.5])),
+        scorers=draw(st.sampled_from([None, 1, 2])),
     )
     minibatches = draw(st.integers(1, workload.prompts_per_step))
     return counts, profiles, workload, cut(minibatches, draw(st.sampled_from([1, 200, 1000])))
@@ -130,8 +131,10 @@ def step_s(train_s: float, publish_s: float, replicas: list[Replica], profiles: 
     latency_s = max(workload.max_new_tokens * g * size / r for (_, _, g), r in zip(replicas, rate, strict=True))
     generate_s = workload.prompts_per_step * size * workload.max_new_tokens / sum(rate)
     load_s, reward_s = max(profiles[name].load_s for name, _, _ in replicas), workload.reward_s
-    sides_s = max(train_s + publish_s, generate_s + load_s + reward_s)
-    return max(sides_s, load_s + (train_s + publish_s + reward_s + max(generate_s, latency_s)) / (eta + 1))
+    scoring_s = workload.prompts_per_step * reward_s / workload.scorers if workload.scorers else 0.0
+    sides_s = max(train_s + publish_s, generate_s + load_s, scoring_s)
+    batch_s = reward_s + max(generate_s, latency_s, scoring_s)
+    return max(sides_s, load_s + (train_s + publish_s + batch_s) / (eta + 1))
 
 
 SLOW_LOADS = (
@@ -170,7 +173,7 @@ def test_the_plan_is_the_best_there_is(problem: tuple[Counts, Profiles, Workload
     plan = plan_here(machine_of(counts), profiles, workload, **packing)
     best = best_step_s(counts, profiles, workload, packing)
     assert plan.step_s == pytest.approx(best, rel=1e-6)
-    assert plan.gap <= 1e-6
+    assert gap_of(plan) <= 1e-6
     check_can_start(plan, machine_of(counts), workload)
 
 
@@ -279,7 +282,7 @@ def test_latencies_of_cores_cost_no_binaries_and_no_further_solves(monkeypatch: 
     topology = discovered("host", [machine_of({("a", "cpu"): 20})], profiles)
     plan = plan_for(topology, TINY, demand_of(workload), profiles=profiles)
     assert integers == [{"y", "z"}] * 2
-    assert plan.gap < 1e-3
+    assert gap_of(plan) < 1e-3
     assert sum(m.training + m.rollout for m in plan.machines) == 20
 
 
@@ -327,10 +330,18 @@ def test_the_laptop_is_simulated_as_it_is_planned(staleness: int) -> None:
     assert f"A simulation, with lengths drawn at random, takes {plan.simulated_step_s:.2f} s" in plan.explanation
 
 
-def test_expected_answers_shorten_the_step_and_rewards_lengthen_it() -> None:
+def test_expected_answers_shorten_the_step() -> None:
     expected = Workload(response_lengths=Samples(tokens=(2, 6)))
     assert laptop(workload=expected).rollout_s == pytest.approx(6.4)
-    assert laptop(workload=Workload(reward_s=1.0)).step_s == pytest.approx(14.6)
+
+
+def test_scoring_goes_on_beside_and_limits_only_where_scorers_are_few() -> None:
+    alone_s = laptop(workload=Workload()).step_s
+    assert laptop(workload=Workload(reward_s=5.0)).step_s == pytest.approx(alone_s)
+    few = laptop(workload=Workload(reward_s=5.0, scorers=2))
+    assert (few.step_s, few.limited_by) == (pytest.approx(8 * 5.0 / 2), "scoring")
+    assert simulate(few, steps=40).step_s == pytest.approx(few.step_s, rel=0.02)
+    assert "Scoring limits: 20.00 s a step with 2 groups at once" in few.explanation
 
 
 def test_the_mean_answer_that_was_measured_is_expected() -> None:

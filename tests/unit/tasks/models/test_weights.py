@@ -18,7 +18,8 @@ from tests.support.models import SMALL_KINDS, save_small_model
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """A directory as transformers saves a model of this kind, made once."""
-    root, made = tmp_path_factory.mktemp("models"), {}
+    root = tmp_path_factory.mktemp("models")
+    made: dict[tuple[str, ...], Path] = {}
 
     def save(kind: str, dtype: str = "float32", **how: Any) -> Path:
         key = (kind, dtype, *how)
