@@ -153,8 +153,8 @@ def _check_memory(experiment: Experiment, machine: Machine, model: Model) -> Non
         _check_gpu_memory(experiment, machine, model)
         return
     # One process trains and one generates, in the same memory.
-    training = training_states(model, data_ranks=1, zero=experiment.planner.zero_stage or 0).total
-    training += _reference_bytes(experiment, model)
+    reference = experiment.algorithm.needs_reference
+    training = training_states(model, data_ranks=1, zero=experiment.planner.zero_stage or 0, reference=reference).total
     rollout = model.weight_bytes + CPU_KV_CACHE_BYTES
     _, available = memory_bytes()
     if training + rollout > available:
@@ -174,8 +174,8 @@ def _check_gpu_memory(experiment: Experiment, machine: Machine, model: Model) ->
     for name, count in machine.count_by_type().items():
         if planner.train_type in (None, name):
             ranks = planner.train_devices or min(count, len(machine.devices) - 1)
-            states = training_states(model, data_ranks=ranks, zero=stage).total
-            needed[name] = states + _reference_bytes(experiment, model)
+            reference = experiment.algorithm.needs_reference
+            needed[name] = training_states(model, data_ranks=ranks, zero=stage, reference=reference).total
     best = max(needed, key=lambda name: memory[name] - needed[name])
     if needed[best] > memory[best]:
         raise UserError(
@@ -190,11 +190,6 @@ def _check_gpu_memory(experiment: Experiment, machine: Machine, model: Model) ->
             f"answer of model.max_context tokens, but the largest has {_gib(max(memory.values()))}: choose a smaller "
             "model or context."
         )
-
-
-def _reference_bytes(experiment: Experiment, model: Model) -> int:
-    """What every rank of the trainer holds of the model that the run began with."""
-    return model.weight_bytes if experiment.algorithm.needs_reference else 0
 
 
 def _check_room(experiment: Experiment, runs: Path, model: Model, present: int) -> None:

@@ -40,6 +40,7 @@ def demand_for(experiment: Experiment, micro_batch_tokens: int, answer_tokens: f
         micro_batch_tokens=micro_batch_tokens,
         max_context=experiment.model.max_context,
         concurrency=experiment.planner.concurrency,
+        reference=experiment.algorithm.needs_reference,
     )
 
 

@@ -10,7 +10,8 @@ States as DeepSpeed keeps them, for P parameters over d data-parallel ranks. The
 
 The optimiser's are two moments, 8P; float32 master weights, 4P, which float32 without ZeRO does not need; and the
 float32 gradients that an update reads, 4P, where they are not the ones above. Stage 3 also keeps its share of gradients
-through an update, 2P/d or 4P/d, when activations and gathered layers are gone.
+through an update, 2P/d or 4P/d, when activations and gathered layers are gone. Where the algorithm refers to the model
+that the run began with, every rank holds that whole beside the weights, in every stage: 2P or 4P.
 
 Activations, for a micro-batch of T tokens:
 
@@ -80,9 +81,18 @@ class TrainingStates:
 
 
 def training_states(
-    model: Model, *, data_ranks: int, zero: int, tensor_ranks: int = 1, layer_share: float = 1.0
+    model: Model,
+    *,
+    data_ranks: int,
+    zero: int,
+    tensor_ranks: int = 1,
+    layer_share: float = 1.0,
+    reference: bool = False,
 ) -> TrainingStates:
-    """What DeepSpeed holds of a model on one rank; the table above. Arguments are those of `training_memory`."""
+    """What one rank holds of a model; the table above.
+
+    Arguments are those of `training_memory`; `reference`: it holds the model that the run began with as well.
+    """
     element = model.element_bytes
     parameters = model.parameters * layer_share / tensor_ranks
     shared = parameters / data_ranks
@@ -91,8 +101,9 @@ def training_states(
         optimiser = (16 if element == 2 else 8) * parameters
     else:
         optimiser = (16 if element == 2 or zero == 3 else 12) * shared
+    trained = shared + gathered if zero == 3 else parameters
     return TrainingStates(
-        weights=element * (shared + gathered if zero == 3 else parameters),
+        weights=element * (trained + (parameters if reference else 0.0)),
         gradients=element * (gathered if zero == 3 else shared if zero == 2 else parameters),
         optimiser=optimiser,
     )
@@ -119,7 +130,7 @@ def training_memory(
         micro_batches_in_flight: micro-batches whose activations a pipeline stage holds (1F1B).
     """
     split = {"data_ranks": data_ranks, "tensor_ranks": tensor_ranks}
-    states = training_states(model, zero=zero, layer_share=layer_share, **split)
+    states = training_states(model, zero=zero, layer_share=layer_share, reference=demand.reference, **split)
     layers = model.layers * layer_share * micro_batches_in_flight
     return Memory(
         weights=states.weights,

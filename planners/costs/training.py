@@ -3,7 +3,7 @@
 For a step of N = B·G answers, in u minibatches (optimiser updates):
 
     work      forward passes: forward 1, backward 2, recomputation 1 where micro-batches may be large, prox
-              log-probabilities 1 where u > 1; head on answers only
+              log-probabilities 1 where u > 1, those of a reference model 1 where it is asked; head on answers only
     compute   work / Σ(devices · peak · training share), times the imbalance of dealing N/u answers to d ranks
     tensor    8 all-reduces of a layer's activations per layer
     gradients u · (reduce-scatter + all-gather of the weights), hierarchical across machines; stage 3 gathers the
@@ -132,7 +132,7 @@ class TrainingCost:
     def passes(self) -> int:
         """Forward passes that a step's work is worth."""
         recomputed = recomputes(self.demand.micro_batch_tokens, self.demand.longest_tokens)
-        return 3 + (1 if recomputed else 0) + (1 if self.demand.minibatches > 1 else 0)
+        return 3 + recomputed + (self.demand.minibatches > 1) + self.demand.reference
 
     @property
     def most_ranks(self) -> int:
@@ -169,7 +169,12 @@ class TrainingCost:
             s.data
             * s.tensor
             * training_states(
-                self.model, data_ranks=s.data, tensor_ranks=s.tensor, layer_share=share, zero=layout.zero
+                self.model,
+                data_ranks=s.data,
+                tensor_ranks=s.tensor,
+                layer_share=share,
+                zero=layout.zero,
+                reference=self.demand.reference,
             ).total
             for s, share in stages
         )

@@ -14,7 +14,8 @@ class Demand:
 
     A group is scored `reward_s` seconds after its last answer, `scorers` groups at once (None: as many as there are).
     `longest_tokens` is the longest prompt plus answer that must be served. `concurrency` are the answers of a replica,
-    where a person leaves no choice.
+    where a person leaves no choice. `reference`: every rank of the trainer also holds the model that the run began
+    with, and asks it for the log-probabilities of every answer.
     """
 
     prompts_per_step: int
@@ -28,6 +29,7 @@ class Demand:
     reward_s: float = 0.0
     scorers: int | None = None
     concurrency: int | None = None
+    reference: bool = False
 
     def __post_init__(self) -> None:
         if self.max_staleness < 0:
@@ -111,6 +113,7 @@ def demand_of(
     micro_batch_tokens: int = Demand.micro_batch_tokens,
     max_context: int | None = None,
     concurrency: int | None = None,
+    reference: bool = False,
 ) -> Demand:
     """A workload's demand.
 
@@ -124,6 +127,7 @@ def demand_of(
         micro_batch_tokens: what the trainer packs answers into.
         max_context: longest prompt plus answer that replicas must be able to serve; None: what the workload allows.
         concurrency: answers in flight per replica; None: the planner chooses.
+        reference: whether the trainer refers to the model that the run began with.
     """
     prompt, response = workload.prompt_lengths, workload.response_lengths
     return Demand(
@@ -138,4 +142,5 @@ def demand_of(
         reward_s=workload.reward_s,
         scorers=workload.scorers,
         concurrency=concurrency,
+        reference=reference,
     )

@@ -30,8 +30,7 @@ def check_memory(
         UserError: it does not fit; activations come on top.
     """
     model = read_model(model_path, ELEMENT_BYTES[dtype])
-    needed = training_states(model, data_ranks=ranks.size, zero=zero_stage).total
-    needed += model.weight_bytes if with_reference else 0
+    needed = training_states(model, data_ranks=ranks.size, zero=zero_stage, reference=with_reference).total
     if ranks.device.type == "cuda":
         import torch
 

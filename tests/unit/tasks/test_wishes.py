@@ -7,7 +7,7 @@ import pytest
 from planners.errors import UserError
 from planners.hardware.machine import Device, Machine
 from tasks.config.experiment import Experiment
-from tasks.wishes import usable_devices
+from tasks.wishes import demand_for, usable_devices
 
 Counts = dict[tuple[str, Literal["cuda", "cpu"]], int]
 
@@ -44,3 +44,9 @@ def test_only_devices_that_may_be_used_are_left() -> None:
 def test_what_a_person_gets_wrong_is_said(counts: Counts, wishes: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         usable_devices(wishing(**wishes), machine_of(counts))
+
+
+def test_a_plan_counts_the_reference_model_where_the_algorithm_refers_to_it() -> None:
+    for coefficient, refers in ((0.0, False), (0.1, True)):
+        experiment = Experiment.model_validate({"algorithm": {"kind": "cispo", "kl_coefficient": coefficient}})
+        assert demand_for(experiment, 1024).reference is refers

@@ -129,6 +129,19 @@ def test_a_step_is_worth_its_passes() -> None:
         assert TrainingCost(MODEL, large, CATALOGUE).passes == 5
 
 
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize("ranks", [1, 8])
+def test_a_reference_model_is_held_whole_by_every_rank_and_asked_once_a_step(zero: int, ranks: int) -> None:
+    refers = TrainingCost(MODEL, replace(DEMAND, reference=True), CATALOGUE)
+    alone, one = TrainingCost(MODEL, DEMAND, CATALOGUE), layout("h800-sxm", ranks, zero=zero)
+    (more,), (less,) = refers.memory(one), alone.memory(one)
+    assert more.weights - less.weights == pytest.approx(MODEL.weight_bytes)
+    assert more.total - less.total == pytest.approx(MODEL.weight_bytes)
+    assert refers.states_bytes(one) - alone.states_bytes(one) == pytest.approx(ranks * MODEL.weight_bytes)
+    assert refers.passes == alone.passes + 1
+    assert refers.step_s(one, [5e9]) > alone.step_s(one, [5e9])
+
+
 def test_a_slower_link_makes_a_slower_step() -> None:
     cost = TrainingCost(MODEL, DEMAND, CATALOGUE)
     two = layout("h800-sxm", 16, machines=2)
