@@ -93,8 +93,8 @@ def _describe(kind: type[BaseModel], fault: Any) -> str:
     place, given, problem = f"'{where}'", fault["input"], fault["type"]
     if problem == "extra_forbidden":
         name = where.rpartition(".")[2]
-        if kinds := [tag for model in others if name in model.model_fields for tag in _tags(model)]:
-            given_kind = " or ".join(str(tag) for model in owners for tag in _tags(model))
+        if kinds := [tag for model in others if name in model.model_fields for tag in kinds_of(model)]:
+            given_kind = " or ".join(str(tag) for model in owners for tag in kinds_of(model))
             return (
                 f"{place} is a key of kind {' or '.join(kinds)}, but the kind is {given_kind}: leave it out or change "
                 "the kind"
@@ -110,8 +110,8 @@ def _describe(kind: type[BaseModel], fault: Any) -> str:
         return f"{place} is missing"
     if problem == "value_error":
         return f"{place}: {fault['ctx']['error']}" if where else str(fault["ctx"]["error"])
-    if problem == "union_tag_not_found":
-        return f"{place} lacks the key {fault['ctx']['discriminator']}"
+    if problem in ("union_tag_not_found", "union_tag_invalid"):
+        return _describe_kind(kind, fault)
     message = fault["msg"][0].lower() + fault["msg"][1:]
     if problem in ("model_type", "model_attributes_type", "dict_type"):
         message = "it must hold keys and values"
@@ -119,6 +119,19 @@ def _describe(kind: type[BaseModel], fault: Any) -> str:
         message = "use up to 100 lower-case letters, digits and hyphens, no hyphen first"
     message = message.replace("valid tuple", "valid list").replace("tuple", "list")
     return f"{place} is empty: {message}" if given is None else f"{place} is {_shorten(repr(given))}: {message}"
+
+
+def _describe_kind(kind: type[BaseModel], fault: Any) -> str:
+    """One phrase on a section of a union that says no kind, or none that there is."""
+    where, models, _ = _follow(kind, (*fault["loc"], "kind"))
+    kinds = [str(known) for model in models for known in kinds_of(model)]
+    choice = f"the kinds are {', '.join(kinds)}"
+    if fault["type"] == "union_tag_not_found":
+        return f"'{where.removesuffix('.kind')}' lacks the key 'kind': {choice}"
+    tag = str(fault["ctx"]["tag"])
+    near = difflib.get_close_matches(tag, kinds, n=1, cutoff=0.5)
+    hint = f"did you mean '{near[0]}'? " if near else ""
+    return f"'{where}' is {_shorten(repr(tag))}, which is none: {hint}{choice}"
 
 
 def _follow(
@@ -133,7 +146,7 @@ def _follow(
     others: list[type[BaseModel]] = []
     siblings: list[type[BaseModel]] = []
     for part in location:
-        tagged = [model for model in inner if part in _tags(model)]
+        tagged = [model for model in inner if part in kinds_of(model)]
         if len(inner) > 1 and tagged:
             inner, siblings = tagged, [model for model in inner if model not in tagged]
             continue
@@ -141,20 +154,21 @@ def _follow(
         owners, others = inner, siblings
         if isinstance(part, str):
             fields = [model.model_fields[part].annotation for model in inner if part in model.model_fields]
-            inner, siblings = [model for annotation in fields for model in _models_in(annotation)], []
+            inner, siblings = [model for annotation in fields for model in models_in(annotation)], []
     return ".".join(path), owners, others
 
 
-def _tags(model: type[BaseModel]) -> tuple[Any, ...]:
+def kinds_of(model: type[BaseModel]) -> tuple[Any, ...]:
+    """The kinds that a section stands for in a union; none where it is in no union."""
     return get_args(model.model_fields["kind"].annotation) if "kind" in model.model_fields else ()
 
 
-def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
+def models_in(annotation: Any) -> Iterator[type[BaseModel]]:
     """The models that an annotation such as `list[Link]` or `A | B | None` is made of."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation
     for argument in get_args(annotation):
-        yield from _models_in(argument)
+        yield from models_in(argument)
 
 
 def _shorten(text: str) -> str:

@@ -2,16 +2,23 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
 from planners.sections import NAME_PATTERN, Section, as_choices
+from tasks.config.paths import FilePath
 from tasks.config.sections import LARGEST_SEED
+
+if TYPE_CHECKING:
+    from tasks.data.sources.base import Source
 
 
 class SourceSection(Section):
-    """What every source of questions has."""
+    """What every source of questions has.
+
+    `open` imports the source's own file, so that whoever only reads an experiment does without it.
+    """
 
     kind: str
     weight: float = Field(
@@ -28,6 +35,14 @@ class SourceSection(Section):
         """The name, or what stands for it."""
         return self.name or self.kind
 
+    def open(self) -> "Source":
+        """The source that this section describes.
+
+        Raises:
+            UserError: it cannot be read.
+        """
+        raise NotImplementedError
+
 
 class ReasoningGymSource(SourceSection):
     """Questions that a generator of reasoning-gym makes."""
@@ -43,12 +58,18 @@ class ReasoningGymSource(SourceSection):
         """The name, or the generator's."""
         return self.name or self.task
 
+    def open(self) -> "Source":
+        """See `SourceSection.open`."""
+        from tasks.data.sources.reasoning_gym import ReasoningGym
+
+        return ReasoningGym(self)
+
 
 class JsonlSource(SourceSection):
     """Questions of a file."""
 
     kind: Literal["jsonl"] = Field(default="jsonl", description="Lines of a JSON Lines file.")
-    path: str = Field(min_length=1, description="The file; in the form, an absolute path.")
+    path: FilePath = Field(description="The file; in the form, an absolute path.")
     question_field: str = Field(default="question", min_length=1, description="Key of a line's question.")
     answer_field: str = Field(default="answer", min_length=1, description="Key of a line's reference answer.")
 
@@ -57,11 +78,23 @@ class JsonlSource(SourceSection):
         """The name, or the file's without its ending."""
         return self.name or Path(self.path).stem
 
+    def open(self) -> "Source":
+        """See `SourceSection.open`."""
+        from tasks.data.sources.jsonl import Jsonl
+
+        return Jsonl(self)
+
 
 class ToySource(SourceSection):
     """Questions that need no language."""
 
     kind: Literal["toy"] = Field(default="toy", description="Asks for one character.")
+
+    def open(self) -> "Source":
+        """See `SourceSection.open`."""
+        from tasks.data.sources.toy import Toy
+
+        return Toy(self)
 
 
 DataSource = Annotated[

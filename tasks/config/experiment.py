@@ -11,7 +11,7 @@ from planners.sections import Section
 from planners.workload.step import Workload
 from tasks.config.data import DataSource, Evaluation, HeldOutEvaluation, ReasoningGymSource, SourceEvaluation, repeated
 from tasks.config.moved import moved_keys
-from tasks.config.rewards import TAKEN_NAMES, ReasoningGymReward, Reward, applies, can_score
+from tasks.config.rewards import TAKEN_NAMES, ReasoningGymReward, Reward
 from tasks.config.rollout import RolloutSection
 from tasks.config.sections import (
     ClusterSection,
@@ -124,13 +124,13 @@ class Experiment(Section):
                     raise ValueError(
                         f"the reward {reward.label} is for the source {name}, but the sources are {', '.join(sources)}"
                     )
-                if not can_score(reward, sources[name].kind):
+                if not reward.can_score(sources[name].kind):
                     raise ValueError(
                         f"the reward {reward.label} scores questions of reasoning-gym only, but the source {name} is "
                         f"of kind {sources[name].kind}: name other sources or use another reward"
                     )
         for name, source in sources.items():
-            if not any(applies(reward, name, source.kind) for reward in self.rewards):
+            if not any(reward.applies(name, source.kind) for reward in self.rewards):
                 raise ValueError(
                     f"no reward scores the source {name} of kind {source.kind}; the reward reasoning_gym scores its "
                     "own questions only: add one such as math_verify or character_share"

@@ -1,27 +1,16 @@
 """Experiment files: reading one with its overrides, and the one that was stored with a run."""
 
 import json
-import os
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, get_origin
 
 from planners.errors import UserError
 from planners.sections import parse_section, parse_yaml
 from tasks.config.experiment import Experiment
-from tasks.config.rewards import FUNCTION
+from tasks.config.paths import absolute
 from tasks.config.trees import read_tree
-
-Location = tuple[str | int, ...]
-"""Keys and numbers in lists that lead to a value of a tree."""
-_EACH = -1
-"""Stands for any number in a list."""
-_PATHS: tuple[Location, ...] = (
-    ("model", "source"),
-    ("data", _EACH, "path"),
-    ("evaluations", _EACH, "source", "path"),
-    ("rewards", _EACH, "function"),
-)
 
 
 def load_experiment(path: Path, overrides: list[str] | None = None) -> Experiment:
@@ -35,7 +24,7 @@ def load_experiment(path: Path, overrides: list[str] | None = None) -> Experimen
             value does not fit.
     """
     tree = read_tree(path, "experiment")
-    tree = _absolute((), tree, path.absolute().parent)
+    tree = absolute(tree, path.absolute().parent, [Experiment])
     for override in overrides or []:
         _apply_override(tree, override)
     return parse_experiment(tree, str(path))
@@ -63,43 +52,15 @@ def parse_experiment(tree: dict[str, Any], origin: str) -> Experiment:
     return parse_section(Experiment, tree, origin)
 
 
-def _absolute(location: Location, value: Any, start: Path) -> Any:
-    """The value with the paths in it made absolute, from `start` on; `location` is where it stands in the experiment.
-
-    What is no path, such as a shipped model's name, stays.
-    """
-    if isinstance(value, dict):
-        return {key: _absolute((*location, key), part, start) for key, part in value.items()}
-    if isinstance(value, list):
-        return [_absolute((*location, _EACH), part, start) for part in value]
-    if location not in _PATHS or not isinstance(value, str) or not value:
-        return value
-    if location[-1] == "function":
-        return _absolute_function(value, start)
-    path = start / os.path.expanduser(value)
-    return str(path.resolve()) if location[-1] == "path" or path.is_dir() else value
-
-
-def _absolute_function(function: str, start: Path) -> str:
-    """`/…/file.py:function` for a function in a file, or in a module by its dotted name, from `start` on."""
-    match = FUNCTION.fullmatch(function)
-    if match is None:
-        return function  # refused with the rest of the experiment
-    file = match["file"]
-    relative = os.path.expanduser(file) if file.endswith(".py") else f"{file.replace('.', '/')}.py"
-    return f"{(start / relative).resolve()}:{match['name']}"
-
-
 def _apply_override(tree: dict[str, Any], override: str) -> None:
     key, separator, text = override.partition("=")
     parts = key.split(".")
     if not separator or len(parts) < 2 or not all(parts):
-        raise UserError(f"The override '{override}' is not of the form section.key=value, as in optimizer.lr=1e-6.")
+        raise UserError(f"The override '{override}' is not of the form {_form(key)}.")
     try:
         value = parse_yaml(text)
     except ValueError:
         raise UserError(f"The value of the override '{override}' is not valid YAML: quote it.") from None
-    location = tuple(_EACH if part.isdecimal() else part for part in parts)
     node: Any = tree
     for part, following in pairwise(parts):
         inner = _get(node, part, override)
@@ -109,7 +70,26 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
         elif not isinstance(inner, dict | list):
             raise UserError(f"The override '{override}' goes below '{part}', which holds a plain value.")
         node = inner
-    _set(node, parts[-1], _absolute(location, value, Path.cwd()), override)
+    _set(node, parts[-1], _from_here(parts, value), override)
+
+
+def _form(key: str) -> str:
+    """How an override looks; for one that names a whole list, how its entries are reached."""
+    field = Experiment.model_fields.get(key)
+    if field is None or get_origin(field.annotation) is not list:
+        return "section.key=value, as in optimizer.lr=1e-6"
+    example = next(iter(field.default)).kind
+    return f"section.key=value: {key} is a list, whose entries are changed one by one, as in {key}.0.kind={example}"
+
+
+def _from_here(parts: Sequence[str], value: Any) -> Any:
+    """The value that stands at these keys, with the paths in it made absolute from the working directory on."""
+    for part in reversed(parts):
+        value = [value] if part.isdecimal() else {part: value}
+    value = absolute(value, Path.cwd(), [Experiment])
+    for part in parts:
+        value = value[0] if part.isdecimal() else value[part]
+    return value
 
 
 def _get(node: dict[str, Any] | list[Any], part: str, override: str) -> Any:

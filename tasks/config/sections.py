@@ -6,6 +6,7 @@ from pydantic import Field, field_validator
 
 from planners.sections import NAME_PATTERN, Section
 from planners.workload.model import Dtype
+from tasks.config.paths import DirectoryOrName
 
 LONGEST_S = 604_800
 """A week."""
@@ -18,7 +19,7 @@ _TAG_NAME = r"\w[\w.\- :]{0,249}"
 class ModelSection(Section):
     """Which language model is trained."""
 
-    source: str = Field(
+    source: DirectoryOrName = Field(
         default="smollm2-135m-instruct",
         description="`smollm2-135m-instruct` (shipped in a Python package), `tiny-random` (1 M parameters, byte "
         "tokenizer), or a directory in Hugging Face layout with safetensors weights and a tokenizer (in the form, an "

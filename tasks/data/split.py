@@ -9,22 +9,11 @@ from dataclasses import dataclass
 from typing import assert_never
 
 from planners.errors import UserError
-from tasks.config.data import (
-    DataSource,
-    Evaluation,
-    HeldOutEvaluation,
-    JsonlSource,
-    ReasoningGymSource,
-    SourceEvaluation,
-    ToySource,
-)
+from tasks.config.data import DataSource, Evaluation, HeldOutEvaluation, ReasoningGymSource, SourceEvaluation
 from tasks.config.experiment import Experiment
 from tasks.data.item import Item
 from tasks.data.mix import Mix, divide
 from tasks.data.sources.base import Source
-from tasks.data.sources.jsonl import Jsonl
-from tasks.data.sources.reasoning_gym import ReasoningGym
-from tasks.data.sources.toy import Toy
 from tasks.generators import check_task
 
 _SHOWN_GENERATED = 1000
@@ -56,7 +45,7 @@ class Questions:
         data, seed = experiment.data, experiment.run.seed
         self._prompts_per_step = experiment.workload.prompts_per_step
         self._mix = Mix([section.weight for section in data], seed)
-        sources = [open_source(section) for section in data]
+        sources = [section.open() for section in data]
         kept: set[str] = set()
         self.examinations = tuple(_examine(one, sources, self._mix, kept) for one in experiment.evaluations)
         self._training = [source.training(seed, kept) for source in sources]
@@ -83,22 +72,6 @@ class Questions:
                 yield training.draw(place)
 
 
-def open_source(section: DataSource) -> Source:
-    """The source that a section of the experiment describes.
-
-    Raises:
-        UserError: it cannot be read.
-    """
-    match section:
-        case ReasoningGymSource():
-            return ReasoningGym(section)
-        case JsonlSource():
-            return Jsonl(section)
-        case ToySource():
-            return Toy(section)
-    assert_never(section)
-
-
 def check_tasks(data: Sequence[DataSource]) -> None:
     """Refuse unknown generators; takes no time.
 
@@ -118,7 +91,7 @@ def _examine(evaluation: Evaluation, sources: Sequence[Source], mix: Mix, kept: 
             for source, size in zip(sources, divide(evaluation.size, mix.shares), strict=True):
                 items += _keep(source.held_out(size, evaluation.seed, kept), kept)
         case SourceEvaluation():
-            items = _keep(open_source(evaluation.source).held_out(evaluation.size, evaluation.seed, kept), kept)
+            items = _keep(evaluation.source.open().held_out(evaluation.size, evaluation.seed, kept), kept)
         case _:
             assert_never(evaluation)
     return Examination(evaluation.label, tuple(items), evaluation.samples)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tasks.config.data import DataSource
-from tasks.config.rewards import PythonReward, Reward, applies
+from tasks.config.rewards import PythonReward, Reward
 from tasks.exchange.trajectories import Outcome
 from tasks.machine.processes import group_alive
 from tasks.rewards.base import to_line
@@ -76,7 +76,7 @@ class ScoringPool:
         """Answers by outcome so far."""
         self._rewards = list(rewards)
         self._asked = {
-            source.label: [n for n, reward in enumerate(rewards) if applies(reward, source.label, source.kind)]
+            source.label: [n for n, reward in enumerate(rewards) if reward.applies(source.label, source.kind)]
             for source in sources
         }
         self._command = list(command) if command is not None else worker_command(rewards, sources)

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from planners.errors import UserError
-from tasks.config.rewards import FUNCTION, PythonReward, Reward
+from tasks.config.paths import FUNCTION
+from tasks.config.rewards import PythonReward, Reward
 from tasks.exchange.files import write_atomic
 from tasks.rewards.base import Score, from_line
 from tasks.rewards.process import scoring_environment, worker_command

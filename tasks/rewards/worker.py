@@ -14,41 +14,21 @@ import resource
 import signal
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
-from typing import IO, assert_never
+from collections.abc import Mapping
+from typing import IO
 
 from pydantic import TypeAdapter
 
 from planners.errors import UserError
 from tasks.config.data import DataSource
-from tasks.config.rewards import CharacterShareReward, MathVerifyReward, PythonReward, ReasoningGymReward, Reward
+from tasks.config.rewards import Reward
 from tasks.rewards.base import Score, from_line
-from tasks.rewards.builtin import open_mathematics, open_reasoning_gym, score_character_share
-from tasks.rewards.python import open_function
 
 MEMORY_BYTES = 2 * 2**30
 """Address space of a scoring process; the libraries take an eighth of it."""
 _LONGEST_MESSAGE = 500
 _LONGEST_TRACEBACK = 4000
 _PR_SET_PDEATHSIG = 1
-
-
-def open_score(reward: Reward, sources: Sequence[DataSource]) -> Score:
-    """The score that a section of the experiment describes, with its library imported.
-
-    Raises:
-        UserError: a reasoning-gym task or its parameters are wrong, or a person's function cannot be used.
-    """
-    match reward:
-        case ReasoningGymReward():
-            return open_reasoning_gym(sources)
-        case MathVerifyReward():
-            return open_mathematics()
-        case CharacterShareReward():
-            return score_character_share
-        case PythonReward():
-            return open_function(reward)
-    assert_never(reward)
 
 
 def main() -> None:
@@ -61,7 +41,7 @@ def main() -> None:
     replies = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     try:
-        scores = [open_score(reward, sources) for reward in rewards]
+        scores = [reward.open(sources) for reward in rewards]
     except UserError as error:
         _reply(replies, {"error": str(error)})
         return

@@ -59,7 +59,15 @@ def test_overrides_change_single_values() -> None:
         ("rewards.0.function=a.py:f", "'rewards.0.function' is a key of kind python, but the kind is character_share"),
         ("rewards.0.sha256=", "'rewards.0.sha256' is a key of kind python"),
         ("data.0.kind=jsonl", "'data.0.path' is missing"),
-        ("data.0.kind=jsnl", "expected tags: 'reasoning_gym', 'jsonl', 'toy'"),
+        (
+            "data.0.kind=jsnl",
+            r"'data.0.kind' is 'jsnl', which is none: did you mean 'jsonl'\? the kinds are reasoning_gym, jsonl, toy",
+        ),
+        ("data.1.weight=2", "'data.1' lacks the key 'kind': the kinds are reasoning_gym, jsonl, toy"),
+        (
+            "evaluations.1={kind: source, source: {kind: toyy}}",
+            r"'evaluations.1.source.kind' is 'toyy', .*'toy'\? the kinds are reasoning_gym, jsonl, toy",
+        ),
         ("data.0.wieght=2", r"unknown key 'data.0.wieght' \(did you mean 'weight'\?\)"),
         ("data.0.weight=0", "greater than 0"),
         ("data.1.kind=toy", "two sources are called toy: give one another name"),
@@ -69,7 +77,8 @@ def test_overrides_change_single_values() -> None:
         ("evaluations.1={kind: source, source: {kind: toy}}", "two sources are called toy"),
         ("evaluations.1={kind: source, source: {kind: jsonl}}", r"'evaluations.1.source.path' is missing"),
         ("prompt.template=hello", r"'prompt.template': it lacks the placeholder \{question\}"),
-        ("lr=1", "not of the form section.key=value"),
+        ("lr=1", "not of the form section.key=value, as in optimizer.lr=1e-6"),
+        ("data=[]", r"data is a list, whose entries are changed one by one, as in data\.0\.kind=reasoning_gym"),
         ("run.steps.deep=1", "'steps', which holds a plain value"),
         ("run.name=[", "not valid YAML"),
         ("run.name=Laptop", "use up to 100 lower-case letters, digits and hyphens"),
@@ -107,7 +116,11 @@ def test_overrides_change_single_values() -> None:
         ("tracking.tags={what?: x}", "MLflow takes no tag 'what\\?'"),
         ("tracking.experiment=''", "at least 1 character"),
         ("algorithm.clip=-1", r"'algorithm.clip' is -1: input should be greater than 0"),
-        ("algorithm.kind=nonesuch", r"'algorithm' is .*'nonesuch' .* expected tags: 'decoupled_ppo', 'cispo'"),
+        (
+            "algorithm.kind=nonesuch",
+            r"'algorithm.kind' is 'nonesuch', which is none: the kinds are decoupled_ppo, cispo",
+        ),
+        ("algorithm.kind=7", "'algorithm.kind' is '7', which is none"),
         (
             "data.0.task=chain_sum",  # even at its default
             "'data.0.task' is a key of kind reasoning_gym, but the kind is toy: leave it out or change the kind",
