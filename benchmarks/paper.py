@@ -96,11 +96,11 @@ def models() -> dict[str, Model]:
 
 def fitted_devices(model: Model, choice: str) -> dict[str, DeviceType]:
     """H800 and H20 as the paper's stack uses them: such that our own plans of the fitted rows take their seconds."""
-    h800, h20 = device_type("h800-sxm"), device_type("h20")
+    h800, h20 = device_type("h800"), device_type("h20")
 
     def h800_row(training_share: float, serving_share: float) -> ClusterPlan:
         device = replace(h800, training_share=training_share, serving_share=serving_share)
-        return split(paper_cluster(H800_24, {"h800-sxm": device}), model, (8, 0, 0))
+        return split(paper_cluster(H800_24, {"h800": device}), model, (8, 0, 0))
 
     training = _bisect(lambda share: FITTED_TRAIN_S - h800_row(share, 0.1).train_s)
     serving = _bisect(lambda share: FITTED_ROLLOUT_S - h800_row(training, share).rollout_s)
@@ -109,7 +109,7 @@ def fitted_devices(model: Model, choice: str) -> dict[str, DeviceType]:
 
     def devices(h20_serving: float) -> dict[str, DeviceType]:
         share = training * h800.flops_per_s / h20.flops_per_s / TRAINING_RATIO
-        return {"h800-sxm": fitted, "h20": replace(h20, training_share=share, serving_share=h20_serving)}
+        return {"h800": fitted, "h20": replace(h20, training_share=share, serving_share=h20_serving)}
 
     def ratio(share: float) -> float:
         prices = _token_prices(devices(share), model, reference)[0]
@@ -224,7 +224,7 @@ def _token_prices(devices: dict[str, DeviceType], model: Model, reference: Clust
         layout = TrainingLayout((Stage(device.name, 8, 1, 1),), 3)
         return device.usd_per_h * cost.step_s(layout, [5e9])
 
-    h800, h20 = devices["h800-sxm"], devices["h20"]
+    h800, h20 = devices["h800"], devices["h20"]
     return rollout(h800) / rollout(h20), training(h20) / training(h800)
 
 
@@ -260,7 +260,7 @@ def improve(devices: dict[str, DeviceType], plans: Plans) -> list[dict[str, Any]
                     "model": size,
                     "case": name,
                     "over_h800": plan.throughput_tokens_per_s / base.throughput_tokens_per_s,
-                    "cheaper": 24 * devices["h800-sxm"].usd_per_h / plan.usd_per_h,
+                    "cheaper": 24 * devices["h800"].usd_per_h / plan.usd_per_h,
                     "usd_per_h": plan.usd_per_h,
                     "gap": plan.gap,
                     "simulated": simulated.throughput_tokens_per_s / plan.throughput_tokens_per_s,

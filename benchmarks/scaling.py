@@ -27,8 +27,8 @@ from planners.workload.lengths import LogNormal
 from tasks.config.trees import read_cluster
 
 SIZES = (24, 32, 40, 56, 128, 256, 512, 1024, 4096)
-TWO = {"h800-sxm": 1, "h20": 7}
-SIX = {"h100": 1, "h200": 1, "h800-sxm": 1, "h20": 3, "a100-80": 1, "l40s": 1}
+TWO = {"h800": 1, "h20": 7}
+SIX = {"h100": 1, "h200": 1, "h800": 1, "h20": 3, "a100-80": 1, "l40s": 1}
 LARGE_STEP = Demand(
     prompts_per_step=512,
     group_size=16,

@@ -72,7 +72,7 @@ class TrainingLayout:
 
     @property
     def name(self) -> str:
-        """Such as `h800-sxm dp4·tp2 zero1`, or `cpu dp1·tp1·4 cores zero0`."""
+        """Such as `h800 dp4·tp2 zero1`, or `cpu dp1·tp1·4 cores zero0`."""
         parts = [
             f"{s.device_type} dp{s.data}·tp{s.tensor}{f'·{s.cores} cores' if s.cores > 1 else ''}" for s in self.stages
         ]

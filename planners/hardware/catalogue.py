@@ -188,9 +188,7 @@ _TYPES = (
     _A100,
     _L40S,
     _borrow(_device("h200", 989, 4.8, 143_771, 450, 3.6, _H100_FIT, f"peaks: AIC h200_sxm.yaml; {_RENT}"), _H100),
-    _borrow(
-        _device("h800-sxm", 989, 3.35, 81_559, 200, 5.28, _H100_FIT, f"peaks: {_H800_SHEET}; price: {_PAPER}"), _H100
-    ),
+    _borrow(_device("h800", 989, 3.35, 81_559, 200, 5.28, _H100_FIT, f"peaks: {_H800_SHEET}; price: {_PAPER}"), _H100),
     _borrow(_device("h800-paper", 756, 2.0, 81_559, 200, 5.28, _H100_FIT, f"peaks and price: {_PAPER}"), _H100),
     replace(
         _borrow(_device("h20", 148, 4.0, 97_871, 450, 1.85, _H100_FIT, f"peaks and price: {_PAPER}"), _H100),

@@ -24,12 +24,14 @@ from planners.costs.memory import GIB, serving_memory
 from planners.costs.sync import SYNC_RUNS_TODAY, SyncMode
 from planners.costs.training import Stage, TrainingCost, TrainingLayout
 from planners.errors import CannotGenerate, CannotTrain, DoesNotRun
+from planners.hardware.catalogue import CATALOGUE
 from planners.hardware.profile import DeviceProfile
 from planners.hardware.topology import Topology
 from planners.workload.demand import Demand
 from planners.workload.model import Model
 
 MOST_PIPELINE_MACHINES = 4
+DEVICES_OF_A_MACHINE = 8  # of GPUs that can be rented
 LEAST_MICRO_BATCH = 512  # tokens; smaller ones are no remedy for want of memory
 
 
@@ -440,19 +442,17 @@ def _fits_nowhere(problem: Problem) -> str:
 
 
 def _smallest(problem: Problem) -> str:
-    """The fewest devices of the cheapest catalogue type on one machine of eight that train it with ZeRO 3."""
-    from planners.hardware.catalogue import CATALOGUE
-
+    """The fewest devices of the cheapest catalogue type on one machine that train it with ZeRO 3."""
     options = []
-    for name, device in CATALOGUE.items():
-        if device.kind == "cpu":
-            continue
+    gpus = {name: device for name, device in CATALOGUE.items() if device.kind == "cuda"}
+    for name, device in gpus.items():
         cost = TrainingCost(problem.model, problem.demand, {name: device})
-        for devices in range(1, 9):
+        for devices in range(1, DEVICES_OF_A_MACHINE + 1):
             if cost.memory(TrainingLayout((Stage(name, devices, 1, 1),), 3))[0].fits:
                 options.append((devices * device.usd_per_h, devices, name))
                 break
     if not options:
-        return "a machine of eight b200 or several machines"
+        largest = max(gpus, key=lambda name: gpus[name].memory_bytes)
+        return f"more than one machine, even with {DEVICES_OF_A_MACHINE} × {largest}"
     _, devices, name = min(options)
     return f"one machine with {devices} × {name}"

@@ -24,7 +24,7 @@ from tests.support.plan import profile_of
 MODEL = read_model(DEPLOYMENTS / "models" / "r1-distill-qwen-7b")
 LENGTHS = LogNormal(mean=5000, q99=16000, cap=27648).lengths()
 DEMAND = Demand(32, 16, 8, constant(250), LENGTHS, 28672, minibatches=4)
-H800, H20 = device_type("h800-sxm"), device_type("h20")
+H800, H20 = device_type("h800"), device_type("h20")
 devices = st.sampled_from(sorted(CATALOGUE))
 
 
@@ -74,7 +74,7 @@ def test_a_measured_profile_replaces_the_model() -> None:
 
 def test_training_ratio_of_the_paper_is_reproduced() -> None:
     cost = TrainingCost(MODEL, DEMAND, CATALOGUE)
-    ratio = cost.step_s(layout("h20", 8), [5e9]) / cost.step_s(layout("h800-sxm", 8), [5e9])
+    ratio = cost.step_s(layout("h20", 8), [5e9]) / cost.step_s(layout("h800", 8), [5e9])
     assert ratio == pytest.approx(8.9, rel=0.05)
 
 
@@ -133,7 +133,7 @@ def test_a_step_is_worth_its_passes() -> None:
 @pytest.mark.parametrize("ranks", [1, 8])
 def test_a_reference_model_is_held_whole_by_every_rank_and_asked_once_a_step(zero: int, ranks: int) -> None:
     refers = TrainingCost(MODEL, replace(DEMAND, reference=True), CATALOGUE)
-    alone, one = TrainingCost(MODEL, DEMAND, CATALOGUE), layout("h800-sxm", ranks, zero=zero)
+    alone, one = TrainingCost(MODEL, DEMAND, CATALOGUE), layout("h800", ranks, zero=zero)
     (more,), (less,) = refers.memory(one), alone.memory(one)
     assert more.weights - less.weights == pytest.approx(MODEL.weight_bytes)
     assert more.total - less.total == pytest.approx(MODEL.weight_bytes)
@@ -144,9 +144,9 @@ def test_a_reference_model_is_held_whole_by_every_rank_and_asked_once_a_step(zer
 
 def test_a_slower_link_makes_a_slower_step() -> None:
     cost = TrainingCost(MODEL, DEMAND, CATALOGUE)
-    two = layout("h800-sxm", 16, machines=2)
+    two = layout("h800", 16, machines=2)
     assert cost.step_s(two, [1e9]) > cost.step_s(two, [5e9]) > cost.step_s(two, [50e9])
-    pipeline = TrainingLayout((Stage("h800-sxm", 8, 1, 1), Stage("h20", 8, 1, 1)), 1)
+    pipeline = TrainingLayout((Stage("h800", 8, 1, 1), Stage("h20", 8, 1, 1)), 1)
     assert cost.step_s(pipeline, [5e9, 5e9, 1e9]) > cost.step_s(pipeline, [5e9, 5e9, 2e9])
     assert sum(cost.layer_shares(pipeline.stages)) == pytest.approx(1)
     assert not pipeline.runs_today

@@ -39,7 +39,7 @@ PLAN = plan_for(SMALL, SEVEN, PAPER)
 
 def test_the_explanation_says_what_limits_and_what_helps() -> None:
     gains = next_device_gains(Problem(SMALL, SEVEN, PAPER), PLAN)
-    assert set(gains) == {"h800-sxm", "h20"}
+    assert set(gains) == {"h800", "h20"}
     assert all(gain.share >= 0 for gain in gains.values())
     text = explain(PLAN, gains)
     assert ("Training limits" in text) == (PLAN.train_s >= PLAN.rollout_s)

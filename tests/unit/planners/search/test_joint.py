@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from planners.costs.sync import SyncMode
 from planners.errors import UserError
+from planners.hardware.catalogue import CATALOGUE
 from planners.hardware.topology import ClusterFile, Topology, parse_cluster
 from planners.plan.plan import ClusterPlan
 from planners.plan.simulator import simulate
@@ -44,7 +45,7 @@ def examples(count: int) -> settings:
 def clusters(draw: st.DrawFn, most: int = 8) -> Topology:
     """One to three machines of one or two device types."""
     left, groups = most, []
-    kinds = draw(st.lists(st.sampled_from(["h800-sxm", "h20", "l40s", "a100-80"]), min_size=1, max_size=2, unique=True))
+    kinds = draw(st.lists(st.sampled_from(["h800", "h20", "l40s", "a100-80"]), min_size=1, max_size=2, unique=True))
     for i in range(draw(st.integers(1, 3))):
         if left < 1:
             break
@@ -166,7 +167,7 @@ def test_the_papers_cluster_is_planned_near_its_bound(sync: SyncMode) -> None:
     plan = joint(HEX, sync=sync)
     check_feasible(plan, HEX, PAPER)
     assert gap_of(plan) <= 0.005
-    assert plan.trainer.stages[0].device_type == "h800-sxm"
+    assert plan.trainer.stages[0].device_type == "h800"
 
 
 @pytest.mark.parametrize("staleness", [1, 2])
@@ -210,7 +211,7 @@ def test_only_what_runs_is_planned_unless_asked() -> None:
 
 
 @examples(15)
-@given(clusters(12), demands(), modes, st.sampled_from(["h800-sxm", "h20", "l40s"]))
+@given(clusters(12), demands(), modes, st.sampled_from(["h800", "h20", "l40s"]))
 def test_more_devices_never_worsen_the_bound(topology: Topology, demand: Demand, sync: SyncMode, kind: str) -> None:
     try:
         before = joint(topology, SMALL, demand, sync)
@@ -321,6 +322,13 @@ def test_a_model_that_fits_nowhere_is_told_how_much_is_missing() -> None:
         plan_for(parse_cluster(ClusterFile.model_validate(laptop)), SEVEN, PAPER)
 
 
+def test_what_no_machine_can_train_is_told_with_the_largest_device_of_the_catalogue() -> None:
+    huge = replace(SEVEN, layers=100 * SEVEN.layers)
+    largest = max(CATALOGUE.values(), key=lambda device: (device.kind == "cuda", device.memory_bytes))
+    with pytest.raises(UserError, match=f"would do is more than one machine, even with 8 × {largest.name}"):
+        plan_for(cluster_of(h100=8), huge, PAPER)
+
+
 def test_smaller_micro_batches_are_the_remedy_where_they_let_a_model_fit() -> None:
     cluster = cluster_of(**{"a100-80": 2, "h20": 1})
     only = TrainingWish(device_type="a100-80")
@@ -368,9 +376,9 @@ def test_slow_pairs_of_machines_are_avoided() -> None:
     """Of three equal machines two train; the pair with the fast link is found, and the gap says what is lost."""
     tree = {
         "name": "uneven",
-        "machines": [{"name": "a", "device_type": "h800-sxm", "count": 4, "devices": 8}],
+        "machines": [{"name": "a", "device_type": "h800", "count": 4, "devices": 8}],
         "links": [
-            {"between": ["h800-sxm", "h800-sxm"], "gb_per_s": 0.2},
+            {"between": ["h800", "h800"], "gb_per_s": 0.2},
             {"between": ["a-1", "a-3"], "gb_per_s": 50},
         ],
     }

@@ -28,10 +28,10 @@ variants = st.sampled_from(["printed", "corrected"])
 
 def two_machines(h800: int, h20: int) -> ClusterFile:
     machines = [
-        {"name": "a", "device_type": "h800-sxm", "devices": h800},
+        {"name": "a", "device_type": "h800", "devices": h800},
         {"name": "b", "device_type": "h20", "devices": h20},
     ]
-    links = [{"between": ["h800-sxm", "h20"], "gb_per_s": 1.5}]
+    links = [{"between": ["h800", "h20"], "gb_per_s": 1.5}]
     return ClusterFile.model_validate({"name": "two", "machines": machines, "links": links})
 
 
@@ -58,8 +58,8 @@ def test_eq_3_as_printed_trains_on_h20_and_corrected_on_h800() -> None:
         chosen = Repartition(device_graph(HEX), variant).maximise(low, high)
         return {t: sum(n for n, u in zip(chosen, types, strict=True) if u == t) for t in set(types)}
 
-    assert trains("printed", 0.2, 0.5)["h800-sxm"] == 0
-    assert trains("corrected", 0.49, 0.55) == {"h800-sxm": 8, "h20": 0}
+    assert trains("printed", 0.2, 0.5)["h800"] == 0
+    assert trains("corrected", 0.49, 0.55) == {"h800": 8, "h20": 0}
 
 
 def problem(h800: int, h20: int, answers: int = 512) -> Problem:
@@ -93,13 +93,13 @@ def test_the_rollout_program_matches_a_hand_made_assignment(h800: int, h20: int)
     columns = [c for c in rollout_columns(side) if c.concurrency == 64 and c.tensor == 1]
     columns.sort(key=lambda c: c.device_type, reverse=True)
     replicas, theta_s = solve_rollout(side, columns, 10)
-    assert {c.device_type: n for c, n in replicas.items()} == {"h800-sxm": h800, "h20": h20}
+    assert {c.device_type: n for c, n in replicas.items()} == {"h800": h800, "h20": h20}
     assert theta_s == pytest.approx(two_column_theta_s(side, columns, (h800, h20)), rel=2e-3)
 
 
 def test_a_longer_window_hides_the_start_and_the_tail() -> None:
     side = problem(8, 8)
-    column = next(c for c in rollout_columns(side) if c.device_type == "h800-sxm" and c.concurrency == 64)
+    column = next(c for c in rollout_columns(side) if c.device_type == "h800" and c.concurrency == 64)
     steady_s = side.demand.tokens_per_step / (8 * column.tokens_per_s)
     short = makespan_s(side, {column: 8}, 1)
     seconds, window = windowed_rollout_s(side, {column: 8})

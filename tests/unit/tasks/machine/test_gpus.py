@@ -6,6 +6,7 @@ import pynvml
 import pytest
 
 from planners.errors import UserError
+from planners.hardware.catalogue import CATALOGUE
 from tasks.machine import gpus
 from tasks.machine.discovery import discover_machine
 from tasks.machine.gpus import find_gpus, gpu_environment, gpu_type, visible_gpus
@@ -105,30 +106,39 @@ def test_a_process_is_bound_by_uuid_in_the_order_of_the_bus(monkeypatch: pytest.
         gpu_environment([2])
 
 
-@pytest.mark.parametrize(
-    ("name", "memory_mib", "device_type"),
-    [
-        (H100, 81559, "h100"),
-        ("NVIDIA H100 NVL", 95830, "h100-94"),
-        ("NVIDIA H200", 143771, "h200"),
-        ("NVIDIA H20", 97871, "h20"),
-        ("NVIDIA L40S", 46068, "l40s"),
-        ("NVIDIA L4", 23034, "l4"),
-        ("NVIDIA A10G", 23028, "a10g"),
-        ("NVIDIA A100-SXM4-80GB", 81920, "a100-80"),
-        ("NVIDIA A100 80GB PCIe", 81920, "a100-80"),
-        ("NVIDIA A100-SXM4-40GB", 40536, "a100-40"),
-        ("Tesla V100-SXM2-16GB", 16160, "v100-16"),
-        ("Tesla V100-SXM2-32GB", 32510, "v100-32"),
-        ("NVIDIA GeForce RTX 4090", 24564, "rtx-4090"),
-        ("NVIDIA GeForce RTX 4070 Ti SUPER", 16376, "rtx-4070-ti-super-16"),
-        ("NVIDIA RTX A6000", 49140, "a6000"),
-        ("Quadro RTX 6000", 24576, "rtx-6000-24"),
-        ("NVIDIA RTX 6000 Ada Generation", 49140, "rtx-6000-ada-48"),
-        ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", 97887, "rtx-pro-6000-96"),
-        ("NVIDIA Graphics Device", 8192, "gpu-8"),
-    ],
-)
+NAMES = [
+    (H100, 81559, "h100"),
+    ("NVIDIA H100 NVL", 95830, "h100-94"),
+    ("NVIDIA H200", 143771, "h200"),
+    ("NVIDIA H20", 97871, "h20"),
+    ("NVIDIA H800", 81559, "h800"),
+    ("NVIDIA L40S", 46068, "l40s"),
+    ("NVIDIA L4", 23034, "l4"),
+    ("NVIDIA A10G", 23028, "a10g"),
+    ("NVIDIA A100-SXM4-80GB", 81920, "a100-80"),
+    ("NVIDIA A100 80GB PCIe", 81920, "a100-80"),
+    ("NVIDIA A100-SXM4-40GB", 40536, "a100-40"),
+    ("Tesla V100-SXM2-16GB", 16160, "v100-16"),
+    ("Tesla V100-SXM2-32GB", 32510, "v100-32"),
+    ("NVIDIA GeForce RTX 4090", 24564, "rtx-4090"),
+    ("NVIDIA GeForce RTX 4070 Ti SUPER", 16376, "rtx-4070-ti-super-16"),
+    ("NVIDIA RTX A6000", 49140, "a6000"),
+    ("Quadro RTX 6000", 24576, "rtx-6000-24"),
+    ("NVIDIA RTX 6000 Ada Generation", 49140, "rtx-6000-ada-48"),
+    ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", 97887, "rtx-pro-6000-96"),
+    ("NVIDIA Graphics Device", 8192, "gpu-8"),
+    ("NVIDIA B200", 183359, "b200"),
+]
+"""What drivers say, with the memory in MiB, and the type that it is."""
+
+
+@pytest.mark.parametrize(("name", "memory_mib", "device_type"), NAMES)
 def test_types_are_name_and_memory(name: str, memory_mib: int, device_type: str) -> None:
     """Types of GPUs that differ in either are two, since neither speed nor capacity is the same."""
     assert gpu_type(name, memory_mib * MIB) == device_type
+
+
+def test_what_is_described_is_called_as_what_is_found() -> None:
+    """So that a plan for a described cluster speaks of the pools that its machines will have."""
+    only_described = {"cpu", "h800-paper"}
+    assert set(CATALOGUE) - only_described <= {device_type for _, _, device_type in NAMES}
