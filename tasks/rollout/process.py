@@ -74,6 +74,7 @@ async def serve(ledger: Ledger, scope: ActorScope, plan: ReplicaPlan, leaving: a
         replica=f"replica-{actor.slot}.{actor.attempt}",
         kind=plan.kind,
         concurrency=plan.concurrency,
+        tensor_parallel=plan.tensor_parallel,
         seed=experiment.run.seed + 1000 * actor.slot + actor.attempt,
     )
     async with open_answerer(experiment, setup) as (answerer, questions):

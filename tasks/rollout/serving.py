@@ -33,6 +33,7 @@ class AnsweringSetup:
     kind: Literal["cuda", "cpu"]
     concurrency: int
     seed: int
+    tensor_parallel: int = 1
 
 
 @asynccontextmanager
@@ -49,6 +50,7 @@ async def open_answerer(experiment: Experiment, setup: AnsweringSetup) -> AsyncI
         dtype=experiment.model.dtype,
         max_context=experiment.model.max_context,
         concurrency=setup.concurrency,
+        tensor_parallel=setup.tensor_parallel,
         kind=setup.kind,
         cache_dir=load_settings().local.cache,
         seed=setup.seed,

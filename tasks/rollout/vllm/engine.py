@@ -74,6 +74,7 @@ class VllmEngine:
         kind: Literal["cpu", "cuda"],
         cache_dir: Path,
         seed: int,
+        tensor_parallel: int = 1,
     ) -> "VllmEngine":
         """Start EngineCore on the weights of version (lineage, number) and answer one request to warm it up.
 
@@ -89,6 +90,8 @@ class VllmEngine:
             kind: "cpu" uses the process's cores with OMP_NUM_THREADS threads, "cuda" its first visible GPU.
             cache_dir: compiled kernels, kept between runs.
             seed: of the draws of requests without a seed of their own; replicas need different ones.
+            tensor_parallel: devices that share every layer; plans of today have 1, which is all that EngineCore alone
+                can do.
         """
         _set_environment(cache_dir, kind)
         # vLLM reads its environment while it is imported.
@@ -96,6 +99,7 @@ class VllmEngine:
         from vllm.v1.engine.async_llm import AsyncLLM
 
         arguments = _engine_arguments(model_path, dtype, max_context, concurrency, kind, seed)
+        arguments["tensor_parallel_size"] = tensor_parallel
         llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
         (core_pid,) = await llm.collective_rpc("process_id")
         engine = cls(llm, psutil.Process(core_pid), replica, (lineage, number))
