@@ -1,4 +1,8 @@
-"""Flow `evaluate`: accuracy on the evaluations' questions, of the untrained model or of a run's weights."""
+"""Flow `evaluate`: accuracy on the evaluations' questions, of the untrained model or of a run's weights.
+
+A deployment of every device type's pool, which prepares, measures and generates on the machine it runs on, as a run
+would: with as many answers in flight as the type's profile found best.
+"""
 
 import json
 import sys
@@ -8,11 +12,11 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from prefect import State, flow
+from prefect import State, flow, runtime
 from prefect.artifacts import create_table_artifact
 from prefect.states import Failed
 
-from flows.preparation import discover, prepare_here
+from flows.preparation import discover, measure_here, prepare_here
 from flows.running.children import on_devices, run_until_it_ends
 from planners.errors import UserError
 from planners.hardware.machine import Machine
@@ -23,36 +27,41 @@ from tasks.config.settings import load_settings
 from tasks.exchange.layout import RunDirectory
 from tasks.exchange.ledger import Ledger
 from tasks.exchange.weights import verify_weights
+from tasks.wishes import check_type
 
 
 @flow(name="evaluate", flow_run_name="evaluate-{experiment.run.name}", log_prints=True)
 def evaluate(experiment: Experiment = LAPTOP, run: str | None = None) -> dict[str, Any] | State[Any]:
     """Evaluate on the questions kept from training, greedily and sampled; returns the first evaluation's result.
 
+    It runs on devices of the type that its deployment is named after.
+
     Args:
         experiment: Model, data, prompt, rewards and evaluations; ignored where `run` names a run, which has its own.
         run: Run whose newest weights are evaluated; empty: the experiment's model as it is.
     """
     try:
-        return evaluate_here(experiment, run)
+        return evaluate_here(experiment, run, runtime.deployment.name)
     except UserError as error:
         return Failed(message=str(error))  # raised, the log would have a traceback of ours before it
 
 
-def evaluate_here(experiment: Experiment, run: str | None) -> dict[str, Any]:
-    """Evaluate on this machine's devices; arguments and result are those of the flow."""
+def evaluate_here(experiment: Experiment, run: str | None, device_type: str | None = None) -> dict[str, Any]:
+    """Evaluate on this machine's devices of a type, or of the first that may be used; the rest is as of the flow."""
     settings = load_settings()
     if run is not None:
         experiment = run_experiment(RunDirectory(settings.shared.runs / run), run)
     machine = discover()
-    model_path = prepare_here(experiment, machine)
+    share = evaluation_share(machine, experiment, device_type)
+    model_path = prepare_here(experiment, machine, run)
+    profile = measure_here(experiment, machine, model_path, share.device_type)[share.device_type]
     weights_path = Path(model_path) if run is None else newest_weights(Ledger(settings.shared.ledger_url), run)
-    share = evaluation_share(machine, experiment)
+    concurrency = experiment.planner.concurrency or profile.best_concurrency
     with tempfile.TemporaryDirectory() as scratch:
         out = Path(scratch) / "rewards.json"
         argv = [sys.executable, "-m", "tasks.evaluation.process", "--experiment", experiment.model_dump_json()]
         argv += ["--model-path", model_path, "--weights-path", str(weights_path)]
-        argv += ["--kind", share.kind, "--out", str(out)]
+        argv += ["--kind", share.kind, "--concurrency", str(concurrency), "--out", str(out)]
         with on_devices(share, "an evaluation"):
             deadline_s = experiment.run.start_deadline_s + experiment.run.step_deadline_s
             run_until_it_ends(argv, share, "the evaluation", settings.local.logs / "evaluate.log", deadline_s)
@@ -103,17 +112,24 @@ def newest_weights(ledger: Ledger, run_id: str) -> Path:
     return path
 
 
-def evaluation_share(machine: Machine, experiment: Experiment) -> MachineShare:
-    """All devices of one allowed type on CPUs, one GPU where there are GPUs."""
+def evaluation_share(machine: Machine, experiment: Experiment, device_type: str | None = None) -> MachineShare:
+    """All devices of a type on CPUs, one where they are GPUs; without a type, of the first that may be used.
+
+    Raises:
+        UserError: there is none, or the experiment may not use it.
+    """
+    if device_type is not None:
+        check_type(device_type, machine.count_by_type(), "the deployment", machine.name)
+    usable = experiment.cluster.device_types
     allowed = [
         device
         for device in machine.devices
-        if experiment.cluster.device_types is None or device.device_type in experiment.cluster.device_types
+        if (usable is None or device.device_type in usable) and device_type in (None, device.device_type)
     ]
     if not allowed:
         raise UserError(
-            f"cluster.device_types {experiment.cluster.device_types} leaves no device of {machine.name}, which has "
-            f"{', '.join(machine.count_by_type())}."
+            f"cluster.device_types {usable} leaves no device of {device_type or machine.name} to evaluate on; "
+            f"{machine.name} has {', '.join(machine.count_by_type())}."
         )
     first = allowed[0]
     same = [device.index for device in allowed if device.device_type == first.device_type]

@@ -23,6 +23,11 @@ class DeviceProfile(BaseModel):
         default=None, gt=0, description="Mean tokens of an answer in the measurement; empty: not known."
     )
 
+    @property
+    def best_concurrency(self) -> int:
+        """Answers in flight, of those measured, at which one device generates fastest."""
+        return max(self.generation_tokens_per_s, key=lambda answers: self.generation_tokens_per_s[answers])
+
     def generation_rate(self, concurrency: float) -> float:
         """Response tokens/s of one device with this many answers in flight.
 

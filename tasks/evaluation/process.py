@@ -4,7 +4,6 @@ import argparse
 import asyncio
 import logging
 from pathlib import Path
-from typing import Literal
 
 from tasks.config.experiment import Experiment
 from tasks.evaluation.examine import as_json, evaluate
@@ -20,21 +19,30 @@ def main() -> None:
     parser.add_argument("--model-path", required=True, type=Path, help="prepared model, for its tokenizer")
     parser.add_argument("--weights-path", required=True, type=Path)
     parser.add_argument("--kind", required=True, choices=["cuda", "cpu"])
+    parser.add_argument("--concurrency", required=True, type=int, help="answers in flight")
     parser.add_argument("--out", required=True, type=Path)
     args = parser.parse_args()
     die_with_parent()
     apply_device_environment()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
     experiment = Experiment.model_validate_json(args.experiment)
-    text = asyncio.run(_evaluate(experiment, args.model_path, args.weights_path, args.kind))
+    setup = AnsweringSetup(
+        args.model_path,
+        args.weights_path,
+        lineage=0,
+        number=0,
+        replica="evaluation",
+        kind=args.kind,
+        concurrency=args.concurrency,
+        seed=experiment.run.seed,
+    )
+    text = asyncio.run(_evaluate(experiment, setup))
     write_atomic(args.out, text.encode())
 
 
-async def _evaluate(experiment: Experiment, model_path: Path, weights_path: Path, kind: Literal["cuda", "cpu"]) -> str:
-    concurrency = experiment.planner.concurrency or experiment.workload.group_size * 4
-    setup = AnsweringSetup(model_path, weights_path, 0, 0, "evaluation", kind, concurrency, seed=experiment.run.seed)
+async def _evaluate(experiment: Experiment, setup: AnsweringSetup) -> str:
     async with open_answerer(experiment, setup) as (answerer, questions):
-        return as_json(await evaluate(answerer, questions.examinations, concurrency))
+        return as_json(await evaluate(answerer, questions.examinations, setup.concurrency))
 
 
 if __name__ == "__main__":

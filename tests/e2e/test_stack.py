@@ -51,7 +51,7 @@ def test_a_real_stack_starts_heals_and_ends(stack_settings: Settings) -> None:
     placed = api.call("GET", "/deployments/name/rollout/slow")
     assert (placed["work_pool_name"], placed["work_queue_name"]) == ("slow", "tester")
     with pytest.raises(UserError, match=r"Additional properties are not allowed \('runn' was unexpected\)$"):
-        api.create_flow_run("evaluate/evaluate", {"runn": "tiny-1"})
+        api.create_flow_run("evaluate/slow", {"runn": "tiny-1"})
     with pytest.raises(UserError, match=r"'experiment\.run'.*\('stepps' was unexpected\)$"):
         api.create_flow_run("rl/rl", {"experiment": {"run": {"stepps": 1}}})
     assert hexflow("status").returncode == 0

@@ -1,16 +1,26 @@
-"""What the flow `evaluate` refuses, in the words that a person reads."""
+"""Where and how the flow `evaluate` runs, and what it refuses, in the words that a person reads."""
 
-from typing import cast
+import json
+from pathlib import Path
+from typing import Any, cast
 
 import pytest
 from prefect import State
 
-from flows.evaluate import evaluate, newest_weights
+from flows import evaluate as evaluating
+from flows.evaluate import evaluate, evaluate_here, newest_weights
 from planners.errors import UserError
+from planners.hardware.machine import Device, Machine
+from planners.hardware.profile import DeviceProfile
+from planners.plan.run import MachineShare
+from tasks.config.experiment import Experiment
+from tasks.config.files import load_experiment
 from tasks.config.settings import Settings
 from tasks.exchange.layout import RunDirectory
 from tasks.exchange.ledger import Actor, Ledger
 from tests.support.ledger import RUN
+from tests.support.places import EXPERIMENTS
+from tests.support.plan import profile_of
 
 
 def test_a_run_that_is_not_there_ends_the_flow_with_a_sentence(settings: Settings) -> None:
@@ -25,3 +35,60 @@ def test_a_run_without_weights_is_told(settings: Settings, ledger: Ledger, train
     with pytest.raises(UserError, match=f"Run {RUN} has no weights to evaluate"):
         newest_weights(ledger, RUN)
     assert not RunDirectory(settings.shared.runs / RUN).weights.exists()
+
+
+HERE = Machine(
+    name="here",
+    devices=tuple(
+        Device(index=core, device_type=name, kind="cpu", memory_bytes=2**33)
+        for core, name in enumerate(("fast", "slow", "slow"))
+    ),
+)
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch, settings: Settings) -> dict[str, Any]:
+    """What an evaluation's process was started with."""
+    seen: dict[str, Any] = {}
+
+    def measure(experiment: Experiment, machine: Machine, path: str, device_type: str) -> dict[str, DeviceProfile]:
+        return {device_type: profile_of(device_type, {8: 10.0, 64: 40.0, 128: 30.0}, 1.0)}
+
+    def run(argv: list[str], share: MachineShare, what: str, log: Path, deadline_s: float) -> None:
+        seen.update(zip(argv[3::2], argv[4::2], strict=True))
+        seen["share"] = share
+        rewards = {"greedy": [1.0, 0.0], "sampled": [[1.0, 1.0], [1.0, 0.0]], "unscored": {}, "others": {}}
+        Path(seen["--out"]).write_text(json.dumps(rewards))
+
+    for name, stand_in in {
+        "discover": lambda: HERE,
+        "prepare_here": lambda experiment, machine, run: "/model",
+        "measure_here": measure,
+        "run_until_it_ends": run,
+        "create_table_artifact": lambda *table, **words: None,
+    }.items():
+        monkeypatch.setattr(evaluating, name, stand_in)
+    return seen
+
+
+def test_an_evaluation_takes_the_devices_of_its_deployment_at_the_measured_concurrency(started: dict[str, Any]) -> None:
+    tiny = load_experiment(EXPERIMENTS / "tiny.yaml", ["planner.concurrency="])
+    result = evaluate_here(tiny, None, "slow")
+    assert (started["share"].device_type, started["share"].devices) == ("slow", (1, 2))
+    assert started["--concurrency"] == "64"
+    assert (result["greedy"], result["sampled"]) == (0.5, 0.75)
+    evaluate_here(load_experiment(EXPERIMENTS / "tiny.yaml", ["planner.concurrency=16"]), None, "slow")
+    assert started["--concurrency"] == "16"
+
+
+@pytest.mark.parametrize(
+    ("device_type", "message"),
+    [
+        ("slow", r"cluster.device_types \['fast'\] leaves no device of slow to evaluate on; here has fast, slow"),
+        ("gpu", "the deployment names the device type 'gpu', which here lacks"),
+    ],
+)
+def test_a_type_that_may_not_evaluate_is_told(device_type: str, message: str, started: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match=message):
+        evaluate_here(load_experiment(EXPERIMENTS / "tiny.yaml", ["cluster.device_types=[fast]"]), None, device_type)
+    assert started == {}

@@ -61,7 +61,7 @@ def server() -> Iterator[FakeServer]:
     fake.close()
 
 
-ACTED = ("train", "rollout", "prepare", "profile")
+ACTED = ("train", "rollout", "prepare", "profile", "evaluate")
 """What a machine does, on the pools of its device types."""
 
 
@@ -70,7 +70,7 @@ def test_prefect_yaml_places_every_deployment() -> None:
     where = {(entry.entrypoint.split(":")[1], entry.name): entry.work_pool for entry in placed}
     assert {key for key in where if key[0] in ACTED} == {(flow, name) for flow in ACTED for name in ("fast", "slow")}
     assert where["rollout", "slow"] == setup.PoolChoice(name="slow", work_queue_name="here")
-    for name in ("rl", "plan", "evaluate"):
+    for name in ("rl", "plan"):
         assert where[name, name] == setup.PoolChoice(name="control", work_queue_name="default")
 
 
