@@ -113,9 +113,9 @@ def key_figures(summary: Mapping[str, Any], directory: Path) -> dict[str, str]:
             get("steps") or None,
             f"{figure(get('max_staleness_seen'))} / {figure(get('max_staleness_allowed'))}",
         ),
-        "trainer waits": (get("wait_trainer_share"), _percent(get("wait_trainer_share"))),
-        "rollouts wait": (get("wait_rollout_share"), _percent(get("wait_rollout_share"))),
-        "both at work": (get("overlap_share"), _percent(get("overlap_share"))),
+        "trainer waits": (get("wait_trainer_share"), f"{_percent(get('wait_trainer_share'))} of its time"),
+        "rollouts wait": (get("wait_rollout_share"), f"{_percent(get('wait_rollout_share'))} of their time"),
+        "overlap": (get("overlap_share"), f"{_percent(get('overlap_share'))} of the busier side's work"),
         "not in MLflow": (get("untracked"), get("untracked") or ""),
         "files": (directory, str(directory)),
     }
