@@ -15,7 +15,6 @@ from planners.errors import UserError
 from planners.plan.explain import cluster_map, gantt, memory_table
 from planners.plan.simulator import simulate
 from tasks.config.experiment import LAPTOP, Experiment
-from tasks.config.settings import load_settings
 from tasks.planning import ClusterWish, study_cluster
 from tasks.tracking.tracker import Tracker
 
@@ -45,7 +44,7 @@ def plan_on_this_machine(experiment: Experiment) -> dict[str, Any]:
 
 def plan_for_cluster(experiment: Experiment, cluster: ClusterWish) -> dict[str, Any]:
     """Plan, simulate, and show both here and in MLflow."""
-    study = study_cluster(experiment, cluster, load_settings(), tell=print)
+    study = study_cluster(experiment, cluster, tell=print)
     simulation = simulate(study.plan, keep_spans=True)
     words = study.explain()
     print(words)

@@ -2,6 +2,7 @@
 
 import os
 import threading
+from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -64,6 +65,8 @@ class Work:
     plan: ClusterPlan | None = None
     curves: Curves | None = None
     supervisor: Supervisor | None = None
+    say: Callable[[str], object] = print
+    """Takes what the run is at, for those who watch."""
     connections: ExitStack = field(default_factory=ExitStack)
 
 
@@ -76,7 +79,8 @@ def conduct(run: RunContext, flow_run_id: str) -> dict[str, Any] | State[Any]:
     with ExitStack() as stack:
         try:
             try:
-                stack.enter_context(supervised(run, flow_run_id))  # a request may be there already
+                scope = stack.enter_context(supervised(run, flow_run_id))  # a request may be there already
+                work.say = partial(scope.report, "running")
                 carry_out(run, work)
                 how = "completed"
             finally:
@@ -96,7 +100,13 @@ def carry_out(run: RunContext, work: Work) -> None:
     work.tracker = open_tracker(run)
     show_tracking(work.tracker)
     announce(run.machine)
-    profiles = ready_and_measured(run.experiment, run.machine, run.run_id)
+
+    def tell(what: str) -> None:
+        print(what)
+        work.say(what)
+
+    profiles = ready_and_measured(run.experiment, run.machine, run.run_id, tell)
+    work.say("planning, and starting the trainer and the replicas")
     plan = choose_plan(run.experiment, run.machine, profiles, run.written_by)
     require_startable(plan)
     epoch = record_plan(run, plan, work.tracker)

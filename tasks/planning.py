@@ -22,9 +22,8 @@ from planners.search.this_machine import plan_machine
 from planners.sections import Section
 from planners.workload.model import ELEMENT_BYTES, read_model
 from tasks.config.experiment import Experiment
-from tasks.config.settings import Settings
 from tasks.config.trees import read_cluster
-from tasks.models.prepare import prepare_model
+from tasks.models.prepare import read_sizes
 from tasks.training.checkpoints import WrittenBy
 from tasks.wishes import (
     check_type,
@@ -142,7 +141,6 @@ class ClusterStudy:
 def study_cluster(
     experiment: Experiment,
     wish: ClusterWish,
-    settings: Settings,
     tell: Callable[[str], object] = lambda what: None,
 ) -> ClusterStudy:
     """Plan an experiment for a cluster file, on the device types that it may use.
@@ -152,7 +150,6 @@ def study_cluster(
     Args:
         experiment: names the model and the workload.
         wish: the cluster, and what is wanted of it.
-        settings: where prepared models lie.
         tell: is called with what is done next.
 
     Raises:
@@ -164,12 +161,7 @@ def study_cluster(
     asked = TrainingWish() if wish.what_if else wish_for(experiment)
     if asked.device_type is not None:
         check_type(asked.device_type, topology.counts, "planner.train_type", f"cluster {topology.name}")
-    # After the checks, since it may take a minute.
-    source = Path(experiment.model.source)
-    tell("preparing the model")
-    # A plan needs the model's sizes only, so a directory without weights will do.
-    directory = source if source.is_dir() else prepare_model(experiment.model, settings)
-    model = read_model(directory, ELEMENT_BYTES[experiment.model.dtype])
+    model = read_sizes(experiment.model)
     gpus = [t for t in topology.types.values() if t.kind == "cuda" and asked.device_type in (None, t.name)]
     tokens = micro_batch_tokens_for(experiment, model, [round(device.memory_bytes) for device in gpus])
     demand = demand_for(experiment, tokens)

@@ -1,46 +1,39 @@
 """`hexflow plan --cluster` and `hexflow simulate`: plans for described clusters, which need no stack and no GPU."""
 
 import sys
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
+from deployments.cli.terminal import telling
 from planners.plan.explain import cluster_map, gantt, memory_table, money
 from planners.plan.plan import ClusterPlan, read_plan
 from planners.plan.simulator import Simulation, simulate
 from planners.search.make import rounded_down
 from tasks.config.experiment import Experiment
-from tasks.config.settings import Settings
 from tasks.exchange.files import write_atomic, write_json
 from tasks.planning import ClusterWish, in_keys, study_cluster
 
-TELL_EVERY_S = 5.0
 CHART_STEPS = 300
 """More steps than these are not drawn: a character would stand for several."""
 
 
-def plan_cluster(
-    experiment: Experiment, wish: ClusterWish, settings: Settings, console: Console, json_file: Path | None
-) -> None:
+def plan_cluster(experiment: Experiment, wish: ClusterWish, console: Console, json_file: Path | None) -> None:
     """Plan an experiment for a cluster file, print the plan, and write it as JSON where asked.
 
     Args:
         experiment: names the model and the workload.
         wish: the cluster file, and what is wanted of it.
-        settings: where prepared models lie.
         console: where to print.
         json_file: where to write; None: nowhere.
 
     Raises:
         UserError: bad input, nothing fits, or the wish cannot be met.
     """
-    with _telling() as tell:
-        study = study_cluster(experiment, wish, settings, tell)
+    with telling(_to_terminal) as tell:
+        study = study_cluster(experiment, wish, tell)
         tell("asking what would help")
         words = study.explain()
     console.print(words, soft_wrap=True, markup=False)
@@ -61,7 +54,7 @@ def simulate_plan(plan_file: Path, console: Console, json_file: Path | None, *, 
     with in_keys():
         plan = read_plan(plan_file)
     draws = steps <= CHART_STEPS
-    with _telling() as tell:
+    with telling(_to_terminal) as tell:
 
         def tell_step(step: int) -> None:
             tell(f"simulated {step:,} of {steps:,} steps")
@@ -75,22 +68,10 @@ def simulate_plan(plan_file: Path, console: Console, json_file: Path | None, *, 
         console.print(f"\nsimulation: {json_file}", soft_wrap=True, markup=False)
 
 
-@contextmanager
-def _telling() -> Iterator[Callable[[str], object]]:
-    """Takes what is being done, and says it every few seconds for as long as that lasts, if stderr is a terminal."""
-    doing, ended = [""], threading.Event()
-
-    def tell() -> None:
-        while sys.stderr.isatty() and not ended.wait(TELL_EVERY_S):
-            print(f"{doing[0]} …", file=sys.stderr, flush=True)
-
-    thread = threading.Thread(target=tell, daemon=True)
-    thread.start()
-    try:
-        yield lambda what: doing.__setitem__(0, what)
-    finally:
-        ended.set()
-        thread.join()
+def _to_terminal(what: str) -> None:
+    """Only to one who waits for it: the result goes to stdout, perhaps into a file."""
+    if sys.stderr.isatty():
+        print(what, file=sys.stderr, flush=True)
 
 
 def _figures(plan: ClusterPlan, simulation: Simulation) -> Table:

@@ -24,6 +24,8 @@ from tasks.exchange.ledger.rows import ActorRow, Progress, RunRow, SpanRow, Step
 from tasks.lifecycle.silence import Silence
 
 POLL_S = 1.0
+TELL_EVERY_S = 10.0
+"""Longest silence in a log while no step is being finished."""
 _LONGEST_GAP_S = 10.0
 PICKUP_DEADLINE_S = 180.0
 CANCEL_DEADLINE_S = 180.0
@@ -197,7 +199,9 @@ def waiting_for(view: View) -> str:
     active = [actor for actor in view.actors if actor.role != "supervisor" and actor.state in ACTIVE]
     if not active:
         is_over = view.progress is not None and view.progress.step >= view.progress.steps
-        return f"run {view.run.run_id}: {'reporting' if is_over else 'preparing model, profile and plan'}"
+        supervisor = supervisor_of(view)
+        said = supervisor.message if supervisor else ""
+        return f"run {view.run.run_id}: {'reporting' if is_over else said or 'preparing model, profile and plan'}"
     return "; ".join(
         f"{actor.role} {actor.slot} {actor.state}" + (f": {actor.message}" if actor.message else "")
         for actor in sorted(active, key=lambda actor: (actor.role, actor.slot))
@@ -254,7 +258,9 @@ class Follower:
         self._view = View(self._state["name"])
         self._silence = Silence(_LONGEST_GAP_S, clock)
         self._printed_step: int | None = None
+        self._has_stepped = False
         self._printed_line = ""
+        self._doing_since = self._told = time.monotonic()
         self._attempts: dict[tuple[str, int], int] = {}
         self._notice = ""
         self._picked_up = False
@@ -362,12 +368,23 @@ class Follower:
         for row in new:
             self._print(describe_step(view, row))
             self._printed_step = row.step
-        if not new and (not view.steps or view.progress is None or view.progress.step >= view.progress.steps):
+        self._has_stepped = self._has_stepped or bool(new)
+        if not new and (not self._has_stepped or view.progress is None or view.progress.step >= view.progress.steps):
             self._print(waiting_for(view))
+            self._print_again()
 
     def _print(self, line: str) -> None:
         if line != self._printed_line:
             self._printed_line = line
+            self._doing_since = self._told = time.monotonic()
+            self._console.print(line, soft_wrap=True, markup=False)
+
+    def _print_again(self) -> None:
+        """What was printed last, with its time so far, once that is TELL_EVERY_S ago."""
+        now = time.monotonic()
+        if now - self._told >= TELL_EVERY_S:
+            self._told = now
+            line = f"{self._printed_line}, {minutes(now - self._doing_since)} so far"
             self._console.print(line, soft_wrap=True, markup=False)
 
 

@@ -155,15 +155,19 @@ def train(experiment: ExperimentFile, overrides: Overrides = None) -> None:
 
     Exit status 0: completed; 1: failed, or lost from sight; 2: bad input, nothing was started; 130: cancelled.
     """
+    from deployments.cli.terminal import telling
     from tasks.config.files import load_experiment
     from tasks.machine.discovery import discover_machine
     from tasks.readiness import make_ready, require_free_devices, require_places
 
-    resolved, settings = load_experiment(experiment, overrides), _settings()
+    resolved, settings, console = load_experiment(experiment, overrides), _settings(), _console()
     machine = discover_machine()
     require_places(settings)
-    require_free_devices(resolved, machine, settings)
-    make_ready(resolved, machine, settings)
+    with telling(console.print) as tell:
+        tell("looking whether the devices are free")
+        require_free_devices(resolved, machine, settings)
+        tell(_PREPARING.format(resolved.model.source))
+        make_ready(resolved, machine, settings)
     _run_and_follow(settings, {"experiment": resolved.model_dump(mode="json"), "resume": None}, machine)
 
 
@@ -173,6 +177,7 @@ def prepare(experiment: ExperimentFile, overrides: Overrides = None) -> None:
 
     A run can start at once then; quick when nothing changed.
     """
+    from deployments.cli.terminal import telling
     from tasks.config.files import load_experiment
     from tasks.machine.discovery import discover_machine
     from tasks.readiness import make_ready, profile_machine
@@ -180,9 +185,12 @@ def prepare(experiment: ExperimentFile, overrides: Overrides = None) -> None:
     resolved, settings, console = load_experiment(experiment, overrides), _settings(), _console()
     console.print(f"Preparing {resolved.model.source} and checking the experiment.", soft_wrap=True)
     machine = discover_machine()
-    model_path = make_ready(resolved, machine, settings)
-    console.print(_MEASURING)
-    profiles = profile_machine(resolved, machine, model_path, settings)
+    with telling(console.print) as tell:
+        tell(_PREPARING.format(resolved.model.source))
+        model_path = make_ready(resolved, machine, settings)
+        console.print(_MEASURING)
+        tell("measuring")
+        profiles = profile_machine(resolved, machine, model_path, settings)
     console.print(f"model: {model_path}", soft_wrap=True)
     for name, profile in profiles.items():
         best = max(profile.generation_tokens_per_s.values())
@@ -197,7 +205,8 @@ def resume(run: Annotated[str, typer.Argument(metavar="RUN", help="Run id, as `h
 
     Exit status as of `hexflow train`.
     """
-    from flows.running.context import require_unsupervised
+    from deployments.cli.terminal import telling
+    from flows.running.context import SUPERVISOR_SILENCE_S, require_unsupervised
     from tasks.config.files import read_resolved_experiment
     from tasks.exchange.layout import RunDirectory
     from tasks.exchange.ledger import Ledger
@@ -213,11 +222,13 @@ def resume(run: Annotated[str, typer.Argument(metavar="RUN", help="Run id, as `h
     row = ledger.find_run(run_id=run)
     if row is not None and row.state == "completed":
         raise UserError(f"Run {run} is complete: there is nothing to resume. Start a new run instead.")
-    if row is not None:
-        require_unsupervised(run, ledger)
-    resolved = read_resolved_experiment(path)
-    machine = discover_machine()
-    require_free_devices(resolved, machine, settings, run)
+    resolved, machine = read_resolved_experiment(path), discover_machine()
+    with telling(_console().print) as tell:
+        if row is not None:
+            tell(f"watching whether somebody is at work on {run}, for up to {SUPERVISOR_SILENCE_S:.0f} s")
+            require_unsupervised(run, ledger)
+        tell("looking whether the devices are free")
+        require_free_devices(resolved, machine, settings, run)
     if row is None:
         raise UserError(
             f"The ledger does not know run {run} of {settings.shared.runs}: set HEXFLOW_HOME and HEXFLOW_LEDGER_URL as "
@@ -285,19 +296,22 @@ def plan(
         )
     wish: dict[str, Any] = {"mode": mode.value, "sync_mode": sync.value, "what_if": what_if}
     wish |= {"file": str(cluster), "budget_usd_per_h": budget, "target_tokens_per_s": target}
-    plan_cluster(resolved, ClusterWish.model_validate(wish), settings, console, _writable(json))
+    plan_cluster(resolved, ClusterWish.model_validate(wish), console, _writable(json))
 
 
 def _plan_here(settings: "Settings", experiment: "Experiment", console: "Console") -> None:
     from rich.markdown import Markdown
 
+    from deployments.cli.terminal import telling
     from deployments.prefect.api import PrefectApi
     from tasks.exchange.ledger import Ledger
     from tasks.machine.discovery import discover_machine
     from tasks.readiness import make_ready
 
     machine = discover_machine()
-    make_ready(experiment, machine, settings)
+    with telling(console.print) as tell:
+        tell(_PREPARING.format(experiment.model.source))
+        make_ready(experiment, machine, settings)
     Ledger(settings.shared.ledger_url)  # refused here if another version made it: nothing has been started
     api = PrefectApi(_bring_up(settings, console, machine).prefect_url)
     console.print(_MEASURING)
@@ -439,6 +453,7 @@ def _leave(state: dict[str, Any], console: "Console") -> None:
 
 
 _FOR_CLUSTERS = "--mode, --sync, --what-if, --json, --budget and --target are for a cluster: name one with --cluster."
+_PREPARING = "preparing {} and checking the experiment"
 _MEASURING = "Measuring the devices, unless that was done before: up to 4 minutes."
 _FLOW_ERROR = "Flow run encountered an exception: "
 _DISK_ERRORS = {

@@ -1,7 +1,14 @@
-"""Output that every terminal and pipe takes. Needs the standard library only."""
+"""Output that every terminal and pipe takes, and signs of life. Needs the standard library only."""
 
 import io
 import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+TELL_EVERY_S = 10.0
+"""Longest silence of a command that is at work."""
 
 
 def tolerate_encodings() -> None:
@@ -9,3 +16,25 @@ def tolerate_encodings() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
+
+
+@contextmanager
+def telling(say: Callable[[str], object]) -> Iterator[Callable[[str], object]]:
+    """Takes what is being done, and says it with its time so far every TELL_EVERY_S, as long as that lasts."""
+    doing, since, ended = "", time.monotonic(), threading.Event()
+
+    def begin(what: str) -> None:
+        nonlocal doing, since
+        doing, since = what, time.monotonic()
+
+    def tell() -> None:
+        while not ended.wait(TELL_EVERY_S):
+            say(f"{doing}, {time.monotonic() - since:.0f} s so far")
+
+    thread = threading.Thread(target=tell, name="telling", daemon=True)
+    thread.start()
+    try:
+        yield begin
+    finally:
+        ended.set()
+        thread.join()

@@ -49,7 +49,7 @@ def read_state(flow_run_id: UUID) -> State[Any] | None:
 @contextmanager
 def supervised(
     run: RunContext, flow_run_id: str, read: ReadState = read_state, interval_s: float = BEAT_S
-) -> Iterator[None]:
+) -> Iterator[ActorScope]:
     """Be the run's supervisor in the ledger. SIGTERM comes to this process once its run is to be cancelled.
 
     `read` gives the flow run's state, and may raise what `read_state` does; `interval_s` is the time between beats.
@@ -64,7 +64,7 @@ def supervised(
     try:
         with scope, _ServerWatch(run.ledger, flow_run_id, read, terminate):
             scope.report("running")
-            yield
+            yield scope
     finally:
         over.set()
 

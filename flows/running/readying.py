@@ -6,7 +6,7 @@ What was measured before lies on shared storage, so one flow run does: `prepare`
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -34,17 +34,20 @@ READY_DEADLINE_S = LOCK_DEADLINE_S + 2 * PART_DEADLINE_S
 START_DEADLINE_S = 120.0
 """The longest that a queue which a worker polls leaves a flow run waiting."""
 POLL_S = 0.5
-TELL_EVERY_S = 15.0
+TELL_EVERY_S = 10.0
 _log = logging.getLogger(__name__)
 
 
-def ready_and_measured(experiment: Experiment, machine: Machine, run: str | None = None) -> dict[str, DeviceProfile]:
+def ready_and_measured(
+    experiment: Experiment, machine: Machine, run: str | None = None, tell: Callable[[str], object] = print
+) -> dict[str, DeviceProfile]:
     """A profile of each device type that the experiment may use, once the machine has made itself ready.
 
     Args:
         experiment: what is to be run.
         machine: where.
         run: id of the run that is resumed or begun, whose files take room already.
+        tell: is called with what the machine is at, whenever that changes.
 
     Raises:
         UserError: the machine cannot serve the experiment, or was not ready within a deadline.
@@ -54,7 +57,8 @@ def ready_and_measured(experiment: Experiment, machine: Machine, run: str | None
     missing = [name for name in types if find_profile(experiment, machine, name, settings) is None]
     asked: dict[str, dict[str, Any]] = {f"profile/{name}": {"device_type": name} for name in missing}
     with get_client(sync_client=True) as client:
-        _run_all(client, asked or {f"prepare/{types[0]}": {}}, experiment, machine.name, run, settings)
+        flows = asked or {f"prepare/{types[0]}": {}}
+        _run_all(client, flows, experiment, machine.name, run, settings, tell)
     profiles = {name: find_profile(experiment, machine, name, settings) for name in types}
     if lost := [name for name, profile in profiles.items() if profile is None]:
         raise UserError(
@@ -88,6 +92,7 @@ def _run_all(
     queue: str,
     run: str | None,
     settings: Settings,
+    tell: Callable[[str], object],
 ) -> None:
     """Run deployments beside each other on a machine's queue; whatever ends this ends those that are not over.
 
@@ -102,7 +107,7 @@ def _run_all(
             start = partial(_start, deployment, whole, queue, settings)
             asked.append(_Asked(deployment, patiently(start, f"{deployment} on {queue}")))
         with without_repeats():
-            _wait_for_all(client, asked, queue)
+            _wait_for_all(client, asked, queue, tell)
     finally:
         with without_repeats():
             for flow in asked:
@@ -126,10 +131,13 @@ def _start(deployment: str, parameters: dict[str, Any], queue: str, settings: Se
     return cast(FlowRun, created)  # outside an event loop it is no coroutine
 
 
-def _wait_for_all(client: SyncPrefectClient, asked: list[_Asked], queue: str) -> None:
+def _wait_for_all(client: SyncPrefectClient, asked: list[_Asked], queue: str, tell: Callable[[str], object]) -> None:
     began = told = time.monotonic()
-    print(f"{queue} makes itself ready: {', '.join(flow.deployment for flow in asked)}")
-    while not all(flow.is_over for flow in asked):
+    known: list[str] = []
+    while going := [flow.deployment for flow in asked if not flow.is_over]:
+        if going != known:
+            known = going
+            tell(f"{queue} makes itself ready: {', '.join(going)}")
         for flow in asked:
             try:
                 flow.state = client.read_flow_run(flow.flow_run.id).state
@@ -144,10 +152,10 @@ def _wait_for_all(client: SyncPrefectClient, asked: list[_Asked], queue: str) ->
                 f"Nobody on {queue} has begun {', '.join(late)} for {waited_s:.0f} s: start its workers with "
                 "`hexflow up`."
             )
-        going = [flow.deployment for flow in asked if not flow.is_over]
+        late = [flow.deployment for flow in asked if not flow.is_over]
         if waited_s > READY_DEADLINE_S:
-            raise UserError(f"{queue} was not through with {', '.join(going)} after {waited_s:.0f} s: see their logs.")
-        if going and time.monotonic() - told > TELL_EVERY_S:
+            raise UserError(f"{queue} was not through with {', '.join(late)} after {waited_s:.0f} s: see their logs.")
+        if late and time.monotonic() - told > TELL_EVERY_S:
             told = time.monotonic()
-            print(f"{queue} is still at {', '.join(going)}, {waited_s:.0f} s so far")
+            print(f"{queue} is still at {', '.join(late)}, {waited_s:.0f} s so far")
         time.sleep(POLL_S)

@@ -1,6 +1,7 @@
 """The language model as the planner sees it: sizes from a Hugging Face `config.json`."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -93,7 +94,7 @@ def read_model(path: Path, element_bytes: int = 2) -> Model:
     return model_from_config(config, file.resolve().parent.name, element_bytes)
 
 
-def model_from_config(config: dict[str, Any], name: str, element_bytes: int = 2) -> Model:
+def model_from_config(config: Mapping[str, Any], name: str, element_bytes: int = 2) -> Model:
     """Sizes from the keys of a Hugging Face configuration.
 
     Raises:

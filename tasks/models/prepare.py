@@ -16,7 +16,7 @@ from typing import Any
 import filelock
 
 from planners.errors import UserError
-from planners.workload.model import Dtype
+from planners.workload.model import ELEMENT_BYTES, Dtype, Model, model_from_config, read_model
 from tasks.config.sections import ModelSection
 from tasks.config.settings import Settings
 from tasks.exchange.files import is_temporary, publish_directory, remove_directory
@@ -45,6 +45,19 @@ def prepare_model(model: ModelSection, settings: Settings) -> Path:
         path = _prepare_shipped(model, shipped, settings.local.models)
     check_context(path, model)
     return path
+
+
+def read_sizes(model: ModelSection) -> Model:
+    """The sizes of `model.source`, for which nothing is prepared; its directory needs no weights.
+
+    Raises:
+        UserError: the source is unknown, or its configuration is none that can be planned.
+    """
+    element_bytes = ELEMENT_BYTES[model.dtype]
+    shipped = SHIPPED_MODELS.get(model.source)
+    if shipped is None:
+        return read_model(find_user_directory(model.source, SHIPPED_MODELS), element_bytes)
+    return model_from_config(shipped.config, model.source, element_bytes)
 
 
 def find_model(model: ModelSection, settings: Settings) -> Path:

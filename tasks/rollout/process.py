@@ -98,6 +98,7 @@ async def serve(ledger: Ledger, scope: ActorScope, plan: ReplicaPlan, leaving: a
                 tracker,
                 setup.concurrency,
                 scope.add_work,
+                partial(scope.report, "running"),
             )
         )
         scope.report("running")

@@ -32,7 +32,8 @@ _log = logging.getLogger(__name__)
 class ReplicaParts:
     """What a replica works with.
 
-    `concurrency` is the number of answers in flight that the plan allows; `count_work` hears of every answer and load.
+    `concurrency` is the number of answers in flight that the plan allows; `count_work` hears of every answer and load,
+    `say` of what the replica does besides answering, and with "" that it answers again.
     """
 
     experiment: Experiment
@@ -45,6 +46,7 @@ class ReplicaParts:
     tracker: Tracker
     concurrency: int
     count_work: Callable[[int], None]
+    say: Callable[[str], object]
 
 
 @dataclass
@@ -225,8 +227,10 @@ class Replica:
             if request is None:
                 return False
             _log.info("evaluating version %d (%s)", request.version, request.purpose)
+            self._p.say(f"evaluating version {request.version}, {request.purpose} training")
             result = await evaluate(self._p.answerer, self._p.questions.examinations, self._p.concurrency)
             await asyncio.to_thread(self._p.ledger.record_evaluation, self._p.actor, request.purpose, as_json(result))
+            self._p.say("")
         # The time went into the evaluation, not into waiting for the trainer.
         self._activity.idle_since = time.monotonic() if not self._in_flight else None
         return True

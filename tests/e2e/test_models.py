@@ -1,10 +1,13 @@
 """The shipped model, made and loaded."""
 
+from dataclasses import replace
+
 import pytest
 
+from planners.workload.model import read_model
 from tasks.config.sections import ModelSection
 from tasks.config.settings import Settings
-from tasks.models.prepare import prepare_model
+from tasks.models.prepare import prepare_model, read_sizes
 from tests.support.models import stored_tensors
 
 pytestmark = pytest.mark.e2e
@@ -14,6 +17,8 @@ def test_smollm2_speaks_english(settings: Settings) -> None:
     import transformers
 
     path = prepare_model(ModelSection(), settings)
+    sizes = read_sizes(ModelSection())
+    assert replace(read_model(path, element_bytes=4), name=sizes.name) == sizes
     stored = stored_tensors(path)
     assert {dtype for _, dtype in stored} == {"F32"}
     assert "lm_head.weight" not in {name for name, _ in stored}

@@ -124,7 +124,9 @@ def train(experiment: Experiment, ledger: Ledger, run: RunDirectory) -> list[tup
         pool = ScoringPool(experiment.rewards, experiment.sources, 1)
         answerer = Answerer(engine, SingleTurn(chat, tokenizer, pool), sampling)
         work: list[int] = []
-        parts = ReplicaParts(experiment, ledger, actor, run, engine, answerer, questions, tracker, 24, work.append)
+        parts = ReplicaParts(
+            experiment, ledger, actor, run, engine, answerer, questions, tracker, 24, work.append, print
+        )
         replica = Replica(parts)
         running = asyncio.create_task(replica.run())
         steps = []

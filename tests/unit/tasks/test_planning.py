@@ -9,10 +9,8 @@ from planners.errors import CHOICES, UserError
 from planners.hardware.machine import Device, Machine
 from planners.search.columns import Problem, TrainingWish, rollout_columns, training_columns
 from planners.workload.model import read_model
-from tasks import planning as cluster_planning
 from tasks.config.experiment import Experiment
 from tasks.config.files import load_experiment
-from tasks.config.settings import Settings, load_settings
 from tasks.config.trees import read_cluster
 from tasks.planning import NAMES, ClusterStudy, ClusterWish, plan_run
 from tasks.planning import study_cluster as study
@@ -24,8 +22,8 @@ from tests.support.plan import profile_of
 CLUSTERS = DEPLOYMENTS / "clusters"
 
 
-def study_cluster(experiment: Experiment, file: Path, settings: Settings, **wishes: Any) -> ClusterStudy:
-    return study(experiment, ClusterWish(file=str(file), **wishes), settings)
+def study_cluster(experiment: Experiment, file: Path, **wishes: Any) -> ClusterStudy:
+    return study(experiment, ClusterWish(file=str(file), **wishes))
 
 
 def shipped(size: str, *overrides: str) -> Experiment:
@@ -52,41 +50,43 @@ def test_shipped_experiments_fit_every_shipped_cluster_of_gpus(size: str) -> Non
 def test_a_cluster_is_planned_as_the_experiment_asks() -> None:
     """What-if opens layouts that it has no words for; devices it may not use are left out of both."""
     asked = ("planner.train_type=h20", "planner.train_devices=4", "planner.zero_stage=2", "planner.concurrency=40")
-    file, settings = CLUSTERS / "paper-h800-8-h20-16.yaml", load_settings()
-    kept = study_cluster(shipped("1.5b", *asked), file, settings)
+    file = CLUSTERS / "paper-h800-8-h20-16.yaml"
+    kept = study_cluster(shipped("1.5b", *asked), file)
     (stage,) = kept.plan.trainer.stages
     assert (stage.device_type, stage.data, kept.plan.trainer.zero_stage) == ("h20", 4, 2)
     assert {replica.concurrency for replica in kept.plan.replicas} == {32}
     assert "One more h20" in kept.explain()
-    free = study_cluster(shipped("1.5b", *asked), file, settings, what_if=True)
+    free = study_cluster(shipped("1.5b", *asked), file, what_if=True)
     assert free.plan.step_s < kept.plan.step_s
     assert free.problem.training_wish == TrainingWish()
     for what_if in (False, True):
-        only = study_cluster(shipped("1.5b", "cluster.device_types=[h20]"), file, settings, what_if=what_if)
+        only = study_cluster(shipped("1.5b", "cluster.device_types=[h20]"), file, what_if=what_if)
         assert set(only.problem.topology.types) == {"h20"}
     for unknown in ("planner.train_type=h2O", "cluster.device_types=[h2O]"):
         with pytest.raises(UserError, match=r"'h2O', which cluster paper-h800-8-h20-16 lacks .*mean 'h20'"):
-            study_cluster(shipped("1.5b", unknown), file, settings)
+            study_cluster(shipped("1.5b", unknown), file)
     with pytest.raises(UserError, match=r"planner.train_devices 9 asks: .* on paper-h800-8-h20-16 that are at most 8"):
-        study_cluster(shipped("1.5b", "planner.train_devices=9"), file, settings)
+        study_cluster(shipped("1.5b", "planner.train_devices=9"), file)
 
 
-def test_cluster_and_wishes_are_checked_before_a_model_is_made_ready(
-    settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_described_cluster_is_planned_without_making_a_model_ready(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """That may take a minute."""
+    """That may take a minute; the sizes of a shipped model are known."""
+    monkeypatch.setenv("HEXFLOW_HOME", str(tmp_path / "home"))
+    tiny = load_experiment(DEPLOYMENTS / "experiments" / "tiny.yaml")
+    assert study_cluster(tiny, CLUSTERS / "laptop.yaml").problem.model.name == "tiny-random"
+    assert not (tmp_path / "home").exists()
 
-    def prepare(*_: object) -> Path:
-        raise AssertionError("a model would have been made ready")
 
-    monkeypatch.setattr(cluster_planning, "prepare_model", prepare)
+def test_cluster_and_wishes_are_checked(tmp_path: Path) -> None:
     tiny, laptop = load_experiment(DEPLOYMENTS / "experiments" / "tiny.yaml"), CLUSTERS / "laptop.yaml"
     with pytest.raises(UserError, match=r"no cluster file .*none\.yaml"):
-        study_cluster(tiny, tmp_path / "none.yaml", settings)
+        study_cluster(tiny, tmp_path / "none.yaml")
     with pytest.raises(UserError, match="The target is -1 tokens/s"):
-        study_cluster(tiny, laptop, settings, target_tokens_per_s=-1.0)
+        study_cluster(tiny, laptop, target_tokens_per_s=-1.0)
     with pytest.raises(UserError, match="Mode exhaustive plans a given cluster"):
-        study_cluster(tiny, laptop, settings, mode="exhaustive", budget_usd_per_h=1.0)
+        study_cluster(tiny, laptop, mode="exhaustive", budget_usd_per_h=1.0)
 
 
 def test_what_the_planner_lets_a_person_choose_is_called_by_key_or_flag() -> None:

@@ -1,15 +1,12 @@
 """`hexflow plan --cluster` and `hexflow simulate`: what they print and write, and how they refuse."""
 
-import io
 import json
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pytest
 
-from deployments.cli import cluster_plan as commands
 from tests.support.places import DEPLOYMENTS
 
 SMALL = str(DEPLOYMENTS / "experiments" / "r1-distill-qwen-1.5b.yaml")
@@ -99,35 +96,3 @@ def test_a_file_that_is_no_plan(tmp_path: Path) -> None:
     assert status == 2
     assert "plan.json" in output
     assert "Traceback" not in output
-
-
-class Screen(io.StringIO):
-    """A terminal, on which `shown` is set by what is written."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.shown = threading.Event()
-
-    def isatty(self) -> bool:
-        return True
-
-    def write(self, text: str) -> int:
-        self.shown.set()
-        return super().write(text)
-
-
-def test_only_a_terminal_is_told_again_and_again_what_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(commands, "TELL_EVERY_S", 0.0)
-    screen, file = Screen(), io.StringIO()
-    monkeypatch.setattr(sys, "stderr", screen)
-    with commands._telling() as tell:
-        tell("planning")
-        screen.shown.clear()
-        assert screen.shown.wait(10)
-    assert "planning …" in screen.getvalue()
-    monkeypatch.setattr(sys, "stderr", file)
-    before = set(threading.enumerate())
-    with commands._telling() as tell:
-        for thread in set(threading.enumerate()) - before:
-            thread.join(1)
-    assert file.getvalue() == ""

@@ -127,7 +127,23 @@ def test_a_resumed_run_does_not_repeat_its_steps() -> None:
     api = FakeApi("RUNNING", "RUNNING", "COMPLETED")
     shown, out = follower(api, a_view(STEPS[:1]), a_view(STEPS))
     shown.follow()
-    assert [line.split("  ")[0] for line in out.getvalue().splitlines()] == ["step 2/4"]
+    lines = [line.split("  ")[0] for line in out.getvalue().splitlines()]
+    assert lines == ["replica 0 starting: loading weights", "step 2/4"]
+
+
+@pytest.mark.parametrize("earlier", [(), STEPS[:1]], ids=["new", "resumed"])
+def test_a_log_is_told_again_what_is_done_while_no_step_ends(
+    earlier: tuple[StepRow, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the run's begin on, or from that of its resume, and in the words of the supervisor while it is alone."""
+    monkeypatch.setattr(follow, "TELL_EVERY_S", 0.0)
+    measuring = a_view(earlier, (replace(SUPERVISOR, message="here makes itself ready: profile/cpu"),))
+    shown, out = follower(FakeApi("RUNNING", "RUNNING", "RUNNING", "COMPLETED"), measuring, measuring, a_view(STEPS))
+    shown.follow()
+    said = "run tiny-1: here makes itself ready: profile/cpu"
+    lines = out.getvalue().splitlines()
+    assert lines[:4] == [said, f"{said}, 0 s so far", f"{said}, 0 s so far", lines[3]]
+    assert lines[3].startswith("step ")
 
 
 def test_a_look_at_a_long_run_reads_its_last_steps_only() -> None:
@@ -258,7 +274,7 @@ def test_without_a_server_the_ledger_tells_how_a_run_ended(state: str, status: i
     assert EXIT_STATUS.get(ended["type"], CANCELLED) == status
 
 
-SUPERVISOR = replace(REPLICA, role="supervisor", state="running")
+SUPERVISOR = replace(REPLICA, role="supervisor", state="running", message="")
 
 
 class Clock:
@@ -338,7 +354,8 @@ def test_a_restart_is_told_once() -> None:
     views = [during(2, "running"), during(2, "fenced"), during(3, "starting"), during(3, "running")]
     shown, out = follower(FakeApi("RUNNING", "RUNNING", "RUNNING", "RUNNING", "COMPLETED"), *views)
     shown.follow()
-    assert out.getvalue().splitlines() == ["replica 0 died; started again (attempt 3)"]
+    died = [line for line in out.getvalue().splitlines() if "died" in line]
+    assert died == ["replica 0 died; started again (attempt 3)"]
 
 
 def test_actors_of_an_earlier_attempt_are_not_shown() -> None:

@@ -98,6 +98,13 @@ def test_types_that_nobody_has_measured_are_measured_on_their_own_pools(server: 
     assert server.cancelled == []
 
 
+def test_who_watches_is_told_what_the_machine_is_at(server: FakeServer) -> None:
+    server.states = {"profile/a": [Running(), Completed()], "profile/b": [Running(), Running(), Completed()]}
+    told: list[str] = []
+    readying.ready_and_measured(Experiment(), HERE, None, told.append)
+    assert told == ["here makes itself ready: profile/a, profile/b", "here makes itself ready: profile/b"]
+
+
 def test_a_machine_whose_types_are_known_is_only_made_ready(server: FakeServer) -> None:
     server.known = {"a", "b"}
     readying.ready_and_measured(Experiment(), HERE)

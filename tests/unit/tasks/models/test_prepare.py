@@ -14,10 +14,11 @@ from typing import Any
 import pytest
 
 from planners.errors import UserError
+from planners.workload.model import read_model
 from tasks.config.sections import ModelSection
 from tasks.config.settings import Settings
 from tasks.models import prepare as models
-from tasks.models.prepare import prepare_model
+from tasks.models.prepare import prepare_model, read_sizes
 from tasks.models.shipped import SHIPPED_MODELS, ShippedModel
 from tests.support.models import save_small_model, stored_tensors
 from tests.support.places import DEPLOYMENTS, settings_of
@@ -43,12 +44,18 @@ def private(tmp_path: Path) -> Settings:
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> FakeModel:
     fake = FakeModel()
-    shipped = ShippedModel(fake.write, recipe=1, packages=("numpy",), disk_bytes=1, memory_bytes=1)
+    shipped = ShippedModel(fake.write, {}, recipe=1, packages=("numpy",), disk_bytes=1, memory_bytes=1)
     monkeypatch.setitem(SHIPPED_MODELS, "fake", shipped)
     return fake
 
 
 FAKE = ModelSection(source="fake")
+
+
+def test_the_sizes_of_a_shipped_model_are_those_that_it_is_made_with(settings: Settings) -> None:
+    model = ModelSection(source="tiny-random")
+    sizes = read_sizes(model)
+    assert replace(read_model(prepare_model(model, settings), element_bytes=4), name="tiny-random") == sizes
 
 
 def test_a_prepared_model_is_used_again(private: Settings, fake: FakeModel) -> None:

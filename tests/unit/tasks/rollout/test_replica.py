@@ -104,13 +104,14 @@ def make_replica(
     engine: FakeEngine,
     text: FakeText,
     count_work: Callable[[int], None] = lambda amount: None,
+    say: Callable[[str], object] = lambda what: None,
 ) -> Replica:
     actor = join(ledger, "replica", run_id=RUN)
     run = RunDirectory(tmp_path)
     run.create()
     answerer = Answerer(engine, SingleTurn(text, text, text), Sampling(1.0, 4, (6,)))
     tracker, questions = Tracker.child(None, lambda: None, "replica", {}), cast(Questions, text)
-    parts = ReplicaParts(experiment, ledger, actor, run, engine, answerer, questions, tracker, 8, count_work)
+    parts = ReplicaParts(experiment, ledger, actor, run, engine, answerer, questions, tracker, 8, count_work, say)
     return Replica(parts)
 
 
@@ -267,10 +268,12 @@ def test_an_error_while_answering_ends_the_replica_and_is_named(
 
 def test_it_evaluates_when_asked(ledger: Ledger, experiment: Experiment, tmp_path: Path) -> None:
     async def scenario() -> None:
+        said: list[str] = []
         ledger.request_evaluation(supervisor_of(ledger, RUN), "before", 0)
-        replica = make_replica(ledger, experiment, tmp_path, FakeEngine(), FakeText())
+        replica = make_replica(ledger, experiment, tmp_path, FakeEngine(), FakeText(), say=said.append)
         running = asyncio.create_task(replica.run())
         await until(lambda: ledger.evaluations(RUN)["before"].state == "done", "an evaluation")
+        await until(lambda: said == ["evaluating version 0, before training", ""], "that it answers again")
         replica.leave()
         await running
         result = ledger.evaluations(RUN)["before"].result
