@@ -2,8 +2,7 @@
 
 import errno
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
@@ -13,17 +12,7 @@ import typer
 from planners.errors import UserError
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
-    from deployments.local.stack import Stack
-    from planners.hardware.machine import Machine
-    from tasks.config.experiment import Experiment
     from tasks.config.settings import Settings
-
-FAILED, BAD_INPUT, CANCELLED = 1, 2, 130
-EXIT_STATUS = {"COMPLETED": 0, "FAILED": FAILED, "CRASHED": FAILED}
-"""Exit status by the flow run's last state; any other means that it was cancelled, or left to that."""
-
 
 _Choice = TypeVar("_Choice", bound=StrEnum)
 
@@ -109,7 +98,9 @@ def up() -> None:
     It is a Prefect and an MLflow server on this machine, the set-up of pools and deployments, and a worker per pool.
     Servers that PREFECT_API_URL and MLFLOW_TRACKING_URI name are used instead. May be repeated.
     """
-    _bring_up(_settings(), _console())
+    from deployments.cli import running
+
+    running.bring_up(_settings(), running.open_console())
 
 
 @app.command()
@@ -118,9 +109,10 @@ def down() -> None:
 
     Verifies that nothing is left; may be repeated. Servers named in the environment stay.
     """
+    from deployments.cli import running
     from deployments.local import stack
 
-    console = _console()
+    console = running.open_console()
     ran = stack.down(_settings(), lambda line: console.print(line, soft_wrap=True, highlight=False))
     console.print("Everything has ended." if ran else "No stack was running.")
 
@@ -131,20 +123,22 @@ def status() -> None:
 
     Exit status 1 if the stack is not complete.
     """
+    from deployments.cli import running
     from deployments.cli.show import show_status
     from deployments.local import stack
 
     settings = _settings()
-    if not show_status(settings, stack.find(settings), _console()):
+    if not show_status(settings, stack.find(settings), running.open_console()):
         raise typer.Exit(1)
 
 
 @app.command()
 def runs() -> None:
     """List all runs with their results."""
+    from deployments.cli import running
     from deployments.cli.show import show_runs
 
-    show_runs(_settings(), _console())
+    show_runs(_settings(), running.open_console())
 
 
 @app.command()
@@ -155,20 +149,21 @@ def train(experiment: ExperimentFile, overrides: Overrides = None) -> None:
 
     Exit status 0: completed; 1: failed, or lost from sight; 2: bad input, nothing was started; 130: cancelled.
     """
+    from deployments.cli import running
     from deployments.cli.terminal import telling
     from tasks.config.files import load_experiment
     from tasks.machine.discovery import discover_machine
     from tasks.readiness import make_ready, require_free_devices, require_places
 
-    resolved, settings, console = load_experiment(experiment, overrides), _settings(), _console()
+    resolved, settings, console = load_experiment(experiment, overrides), _settings(), running.open_console()
     machine = discover_machine()
     require_places(settings)
     with telling(console.print) as tell:
         tell("looking whether the devices are free")
         require_free_devices(resolved, machine, settings)
-        tell(_PREPARING.format(resolved.model.source))
+        tell(running.PREPARING.format(resolved.model.source))
         make_ready(resolved, machine, settings)
-    _run_and_follow(settings, {"experiment": resolved.model_dump(mode="json"), "resume": None}, machine)
+    running.run_and_follow(settings, {"experiment": resolved.model_dump(mode="json"), "resume": None}, machine)
 
 
 @app.command()
@@ -177,18 +172,19 @@ def prepare(experiment: ExperimentFile, overrides: Overrides = None) -> None:
 
     A run can start at once then; quick when nothing changed.
     """
+    from deployments.cli import running
     from deployments.cli.terminal import telling
     from tasks.config.files import load_experiment
     from tasks.machine.discovery import discover_machine
     from tasks.readiness import make_ready, profile_machine
 
-    resolved, settings, console = load_experiment(experiment, overrides), _settings(), _console()
+    resolved, settings, console = load_experiment(experiment, overrides), _settings(), running.open_console()
     console.print(f"Preparing {resolved.model.source} and checking the experiment.", soft_wrap=True)
     machine = discover_machine()
     with telling(console.print) as tell:
-        tell(_PREPARING.format(resolved.model.source))
+        tell(running.PREPARING.format(resolved.model.source))
         model_path = make_ready(resolved, machine, settings)
-        console.print(_MEASURING)
+        console.print(running.MEASURING)
         tell("measuring")
         profiles = profile_machine(resolved, machine, model_path, settings)
     console.print(f"model: {model_path}", soft_wrap=True)
@@ -205,6 +201,7 @@ def resume(run: Annotated[str, typer.Argument(metavar="RUN", help="Run id, as `h
 
     Exit status as of `hexflow train`.
     """
+    from deployments.cli import running
     from deployments.cli.terminal import telling
     from flows.running.context import SUPERVISOR_SILENCE_S, require_unsupervised
     from tasks.config.files import read_resolved_experiment
@@ -223,7 +220,7 @@ def resume(run: Annotated[str, typer.Argument(metavar="RUN", help="Run id, as `h
     if row is not None and row.state == "completed":
         raise UserError(f"Run {run} is complete: there is nothing to resume. Start a new run instead.")
     resolved, machine = read_resolved_experiment(path), discover_machine()
-    with telling(_console().print) as tell:
+    with telling(running.open_console().print) as tell:
         if row is not None:
             tell(f"watching whether somebody is at work on {run}, for up to {SUPERVISOR_SILENCE_S:.0f} s")
             require_unsupervised(run, ledger)
@@ -234,7 +231,7 @@ def resume(run: Annotated[str, typer.Argument(metavar="RUN", help="Run id, as `h
             f"The ledger does not know run {run} of {settings.shared.runs}: set HEXFLOW_HOME and HEXFLOW_LEDGER_URL as "
             "they were when it was started."
         )
-    _run_and_follow(settings, {"experiment": resolved.model_dump(mode="json"), "resume": run}, machine)
+    running.run_and_follow(settings, {"experiment": resolved.model_dump(mode="json"), "resume": run}, machine)
 
 
 @app.command()
@@ -276,16 +273,17 @@ def plan(
     Without --cluster this machine is measured and planned for. With it the described machines are, by a cost model, to
     which the other options belong.
     """
+    from deployments.cli import running
     from tasks.config.files import load_experiment
     from tasks.data.split import check_tasks
 
-    resolved, settings, console = load_experiment(experiment, overrides), _settings(), _console()
+    resolved, settings, console = load_experiment(experiment, overrides), _settings(), running.open_console()
     check_tasks(resolved.data)
     if cluster is None:
         chosen = mode is not PlanMode.JOINT or sync is not SyncChoice.STORAGE or what_if
         if chosen or (json, budget, target) != (None, None, None):
             raise UserError(_FOR_CLUSTERS)
-        _plan_here(settings, resolved, console)
+        running.plan_here(settings, resolved, console)
         return
     from deployments.cli.cluster_plan import plan_cluster
     from tasks.planning import ClusterWish
@@ -297,30 +295,6 @@ def plan(
     wish: dict[str, Any] = {"mode": mode.value, "sync_mode": sync.value, "what_if": what_if}
     wish |= {"file": str(cluster), "budget_usd_per_h": budget, "target_tokens_per_s": target}
     plan_cluster(resolved, ClusterWish.model_validate(wish), console, _writable(json))
-
-
-def _plan_here(settings: "Settings", experiment: "Experiment", console: "Console") -> None:
-    from rich.markdown import Markdown
-
-    from deployments.cli.terminal import telling
-    from deployments.prefect.api import PrefectApi
-    from tasks.exchange.ledger import Ledger
-    from tasks.machine.discovery import discover_machine
-    from tasks.readiness import make_ready
-
-    machine = discover_machine()
-    with telling(console.print) as tell:
-        tell(_PREPARING.format(experiment.model.source))
-        make_ready(experiment, machine, settings)
-    Ledger(settings.shared.ledger_url)  # refused here if another version made it: nothing has been started
-    api = PrefectApi(_bring_up(settings, console, machine).prefect_url)
-    console.print(_MEASURING)
-    flow_run_id = api.create_flow_run("plan/plan", {"experiment": experiment.model_dump(mode="json")})
-    with _started():
-        state = _follow(settings, api, flow_run_id, console)
-        for text in api.markdown_artifacts(flow_run_id):
-            console.print(Markdown(text))
-    _leave(state, console)
 
 
 def _writable(path: Path | None) -> Path | None:
@@ -346,9 +320,10 @@ def simulate(
 
     It is event-driven, and shows throughput, waits, staleness and a Gantt chart.
     """
+    from deployments.cli import running
     from deployments.cli.cluster_plan import simulate_plan
 
-    simulate_plan(plan, _console(), _writable(json), steps=steps, seed=seed)
+    simulate_plan(plan, running.open_console(), _writable(json), steps=steps, seed=seed)
 
 
 @app.command()
@@ -368,94 +343,7 @@ def _settings() -> "Settings":
     return load_settings()
 
 
-def _console() -> "Console":
-    from rich.console import Console
-
-    # A file or a pipe has no width; tables are not cut for one.
-    return Console(highlight=False, width=None if sys.stdout.isatty() else 160)
-
-
-def _bring_up(settings: "Settings", console: "Console", machine: "Machine | None" = None) -> "Stack":
-    from deployments.local import stack
-    from deployments.web import without_password
-
-    try:
-        found = stack.up(settings, lambda line: console.print(line, soft_wrap=True, markup=False), machine)
-    except KeyboardInterrupt:
-        console.print("Interrupted; what has started runs on. `hexflow down` ends it.")
-        raise typer.Exit(CANCELLED) from None
-    console.print(f"Prefect: {found.prefect_page}", soft_wrap=True)
-    console.print(f"MLflow:  {without_password(found.mlflow_url)}", soft_wrap=True)
-    return found
-
-
-def _run_and_follow(settings: "Settings", parameters: dict[str, Any], machine: "Machine | None" = None) -> None:
-    """Run the `rl` deployment, show it to its end, print the key figures, leave with its status."""
-    from deployments.cli.show import read_summary, summary_lines
-    from deployments.prefect.api import PrefectApi
-    from tasks.exchange.ledger import Ledger
-
-    console = _console()
-    ledger = Ledger(settings.shared.ledger_url)  # refused here if another version made it: nothing has been started
-    api = PrefectApi(_bring_up(settings, console, machine).prefect_url)
-    flow_run_id = api.create_flow_run("rl/rl", parameters)
-    with _started():
-        state = _follow(settings, api, flow_run_id, console)
-        run = ledger.find_run(flow_run_id=flow_run_id)
-    if run is not None:
-        console.print(f"run {run.run_id}: {state['name'].lower()}", soft_wrap=True)
-        if summary := read_summary(settings, run.run_id):
-            for line in summary_lines(summary, settings.shared.runs / run.run_id):
-                console.print(line, soft_wrap=True, markup=False)
-        command = f"hexflow resume {run.run_id}"
-        if state["type"] != "COMPLETED" and command not in str(state.get("message")):  # else it is said below
-            console.print(f"Continue it with: {command}", soft_wrap=True)
-    _leave(state, console)
-
-
-@contextmanager
-def _started() -> Iterator[None]:
-    """What goes wrong in here does so after the flow run was created: the exit status must not say that none was."""
-    from sqlalchemy.exc import SQLAlchemyError
-
-    from deployments.prefect.api import Unreachable
-    from tasks.exchange.ledger.database import cause_of
-
-    try:
-        yield
-    except (Unreachable, UserError) as error:
-        cause = str(error).rstrip(".")
-    except SQLAlchemyError as error:
-        cause = f"The ledger failed: {cause_of(error)}"
-    else:
-        return
-    _complain(f"{cause}. The run may go on: see `hexflow status`; `hexflow up` starts a lost server.")
-    raise typer.Exit(FAILED)
-
-
-def _follow(settings: "Settings", api: Any, flow_run_id: str, console: "Console") -> dict[str, Any]:
-    from deployments.cli.follow import Follower
-    from deployments.web import without_password
-    from tasks.exchange.ledger import Ledger
-
-    page = f"{without_password(api.url).removesuffix('/api')}/runs/flow-run/{flow_run_id}"
-    console.print(f"Flow run: {page}", soft_wrap=True)
-    return Follower(api, Ledger(settings.shared.ledger_url), flow_run_id, console).follow()
-
-
-def _leave(state: dict[str, Any], console: "Console") -> None:
-    """Leave with the status that tells how the flow run ended."""
-    if state["type"] != "COMPLETED":
-        message = str(state.get("message") or "without a message").removeprefix(_FLOW_ERROR)
-        said = message if message.startswith(state["name"]) else f"{state['name']}: {message}"
-        console.print(said, soft_wrap=True, markup=False)
-    raise typer.Exit(EXIT_STATUS.get(state["type"], CANCELLED))
-
-
 _FOR_CLUSTERS = "--mode, --sync, --what-if, --json, --budget and --target are for a cluster: name one with --cluster."
-_PREPARING = "preparing {} and checking the experiment"
-_MEASURING = "Measuring the devices, unless that was done before: up to 4 minutes."
-_FLOW_ERROR = "Flow run encountered an exception: "
 _DISK_ERRORS = {
     errno.ENOSPC: "written, the disk is full: free some space",
     errno.EROFS: "written, its disk is read-only: set HEXFLOW_HOME and HEXFLOW_RUNS to directories that can be written",
@@ -465,20 +353,20 @@ _DISK_ERRORS = {
 
 def main() -> None:
     """Run the command; what a person can mend is one line on stderr and exit status 2, never a traceback."""
-    from deployments.cli.terminal import tolerate_encodings
+    from deployments.cli.terminal import complain, tolerate_encodings
     from deployments.prefect.api import Unreachable
 
     tolerate_encodings()
     try:
         app()
     except UserError as error:
-        sys.exit(_complain(str(error)))
+        sys.exit(complain(str(error)))
     except Unreachable as error:
-        sys.exit(_complain(f"{error}. See `hexflow status`; `hexflow up` starts what is missing."))
+        sys.exit(complain(f"{error}. See `hexflow status`; `hexflow up` starts what is missing."))
     except OSError as error:
         if error.errno not in _DISK_ERRORS:
             raise
-        sys.exit(_complain(f"{error.filename or 'A file'} cannot be {_DISK_ERRORS[error.errno]}."))
+        sys.exit(complain(f"{error.filename or 'A file'} cannot be {_DISK_ERRORS[error.errno]}."))
     except Exception as error:
         # Imported only now: the quick commands do without.
         from sqlalchemy.exc import SQLAlchemyError
@@ -487,13 +375,7 @@ def main() -> None:
 
         if not isinstance(error, SQLAlchemyError):
             raise
-        sys.exit(_complain(f"The ledger failed: {cause_of(error)}. Mend its disk or its server (HEXFLOW_LEDGER_URL)."))
-
-
-def _complain(message: str) -> int:
-    """Say it on stderr; returns the exit status of bad input."""
-    print(f"hexflow: {message}", file=sys.stderr)
-    return BAD_INPUT
+        sys.exit(complain(f"The ledger failed: {cause_of(error)}. Mend its disk or its server (HEXFLOW_LEDGER_URL)."))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Output that every terminal and pipe takes, and signs of life. Needs the standard library only."""
+"""Output that every terminal and pipe takes, signs of life, and exit statuses. Needs the standard library only."""
 
 import io
 import sys
@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+FAILED, BAD_INPUT, CANCELLED = 1, 2, 130
+"""Exit status of a command."""
 TELL_EVERY_S = 10.0
 """Longest silence of a command that is at work."""
 
@@ -16,6 +18,12 @@ def tolerate_encodings() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
+
+
+def complain(message: str) -> int:
+    """Say it on stderr; returns the exit status of bad input."""
+    print(f"hexflow: {message}", file=sys.stderr)
+    return BAD_INPUT
 
 
 @contextmanager

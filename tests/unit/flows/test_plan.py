@@ -8,6 +8,7 @@ import pytest
 from prefect import State
 
 from deployments.cli import main as cli
+from deployments.cli import running as cli_running
 from flows import pages as artifacts
 from flows import preparation
 from flows import prepare as preparing
@@ -153,6 +154,6 @@ def test_each_command_and_flow_looks_at_its_machine_once_and_makes_it_ready_once
     assert looks == ["discover", "make ready"]
 
     looks.clear()
-    monkeypatch.setattr(cli, "_run_and_follow", lambda *what: looks.append(what[-1].name))
+    monkeypatch.setattr(cli_running, "run_and_follow", lambda *what: looks.append(what[-1].name))
     cli.train(EXPERIMENTS / "tiny.yaml")
     assert looks == ["discover", "make ready", machine.name]

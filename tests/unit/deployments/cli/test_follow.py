@@ -23,7 +23,8 @@ from deployments.cli.follow import (
     time_left_s,
     waiting_for,
 )
-from deployments.cli.main import CANCELLED, EXIT_STATUS
+from deployments.cli.running import EXIT_STATUS
+from deployments.cli.terminal import CANCELLED
 from deployments.prefect.api import Unreachable
 from tasks.exchange.ledger.rows import ActorRow, Progress, RunRow, SpanRow, StepRow
 from tests.support.api import FULL, FakeApi, a_state
@@ -305,9 +306,9 @@ def test_a_run_that_was_killed_with_its_stack_is_not_waited_for() -> None:
 def test_what_could_not_be_seen_is_no_silence() -> None:
     """A laptop slept, or the clock was set: the old beat says nothing, and a gap of the watch begins anew."""
     unheard = a_view(STEPS, (replace(SUPERVISOR, silent_s=1e6),))
-    shown, _ = follower(FakeApi("RUNNING"), unheard, clock=Clock(3600.0))
-    for _ in range(3):
-        assert ending(shown._look()) is None
+    away = Unreachable("no answer")
+    shown, _ = follower(FakeApi("RUNNING", away, away, away, "COMPLETED"), unheard, clock=Clock(3600.0))
+    assert shown.follow()["type"] == "COMPLETED"
 
 
 def test_sigterm_cancels_like_ctrl_c() -> None:

@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 from sqlalchemy import insert, update
 
-from deployments.cli import follow
+from deployments.cli import follow, running
 from deployments.cli import main as cli
 from deployments.cli.show import run_row, show_running, show_runs, show_status, summary_lines
 from deployments.local import stack
@@ -50,7 +50,7 @@ LAPTOP = str(DEPLOYMENTS / "clusters" / "laptop.yaml")
 def test_exit_status_tells_the_truth(state: str, status: int) -> None:
     out = io.StringIO()
     with pytest.raises(typer.Exit) as left:
-        cli._leave(a_state(state), Console(file=out))
+        running.leave(a_state(state), Console(file=out))
     assert left.value.exit_code == status
     assert ("because" in out.getvalue()) == (state != "COMPLETED")
 
@@ -84,11 +84,11 @@ def test_a_run_lost_from_sight_was_started_all_the_same(
 
     out = io.StringIO()
     monkeypatch.setattr(follow, "PICKUP_DEADLINE_S", 0.0)
-    monkeypatch.setattr(cli, "_console", lambda: Console(file=out, force_terminal=True, width=100))
-    monkeypatch.setattr(cli, "_bring_up", lambda *_: Stack("http://127.0.0.1:1/api", "http://127.0.0.1:2"))
-    monkeypatch.setattr(api, "PrefectApi", LostApi)
+    monkeypatch.setattr(running, "open_console", lambda: Console(file=out, force_terminal=True, width=100))
+    monkeypatch.setattr(running, "bring_up", lambda *_: Stack("http://127.0.0.1:1/api", "http://127.0.0.1:2"))
+    monkeypatch.setattr(running, "PrefectApi", LostApi)
     with pytest.raises(typer.Exit) as left:
-        cli._run_and_follow(settings, {})
+        running.run_and_follow(settings, {})
     assert left.value.exit_code == 1
     said = capsys.readouterr().err
     assert said.startswith(f"hexflow: {cause}. ")
@@ -106,10 +106,10 @@ def test_how_to_continue_a_cancelled_run_is_said_once(
     state = {"type": "CANCELLED", "name": "Cancelled", "message": message}
     monkeypatch.setattr(api.PrefectApi, "create_flow_run", lambda *_: "flow-1")
     monkeypatch.setattr(follow.Follower, "follow", lambda _: state)
-    monkeypatch.setattr(cli, "_console", lambda: Console(file=out, width=100))
-    monkeypatch.setattr(cli, "_bring_up", lambda *_: Stack("http://127.0.0.1:1/api", "http://127.0.0.1:2"))
+    monkeypatch.setattr(running, "open_console", lambda: Console(file=out, width=100))
+    monkeypatch.setattr(running, "bring_up", lambda *_: Stack("http://127.0.0.1:1/api", "http://127.0.0.1:2"))
     with pytest.raises(typer.Exit):
-        cli._run_and_follow(settings, {})
+        running.run_and_follow(settings, {})
     assert out.getvalue().count("hexflow resume tiny-1") == 1
     assert "Cancelled: Cancelled" not in out.getvalue()
     assert "Cancelled" in out.getvalue()
@@ -205,7 +205,7 @@ def test_a_place_without_permission_is_one_line(
 
 
 def started(*_: object) -> Stack:
-    """In place of `cli._bring_up`: a broken check must not start a stack."""
+    """In place of `running.bring_up`: a broken check must not start a stack."""
     raise AssertionError("a stack would have been started")
 
 
@@ -215,7 +215,7 @@ def test_busy_devices_are_told_before_anything_starts(
 ) -> None:
     core, *_ = sorted(os.sched_getaffinity(0))
     monkeypatch.setattr(readiness, "LEAVING_S", 0.0)
-    monkeypatch.setattr(cli, "_bring_up", started)
+    monkeypatch.setattr(running, "bring_up", started)
     run = RunDirectory(settings.shared.runs / "tiny-2")
     run.root.mkdir(parents=True)
     run.experiment.write_text(load_experiment(TINY).model_dump_json())
@@ -234,14 +234,14 @@ def test_an_older_ledger_is_told_before_anything_starts(settings: Settings, monk
         older = {"run_id": "tiny-1", "epoch": 0, "plan_json": '{"training": {}, "replicas": []}', "created_s": 0.0}
         connection.execute(insert(plan_epochs).values(**older))
         connection.execute(update(schema_info).values(version=1))
-    monkeypatch.setattr(cli, "_bring_up", started)
+    monkeypatch.setattr(running, "bring_up", started)
     message = (
         rf"^The ledger .* has tables of version 1, but this hexflow needs version {WIRE_VERSION}: "
         "use the hexflow that made it, or "
     )
     for command in (
         lambda: show_running(settings, Console(file=io.StringIO())),
-        lambda: cli._run_and_follow(settings, {}),
+        lambda: running.run_and_follow(settings, {}),
     ):
         with pytest.raises(UserError, match=message):
             command()
