@@ -34,8 +34,8 @@ from tasks.tracking.curves import Curves
 from tasks.tracking.report import predicted_times, write_report
 from tasks.tracking.tracker import FLUSH_DEADLINE_S, Status, Tracker, end_attempts
 
-_LEAVE_S = (30.0, 60.0)
-_CANCEL_S = (0.0, HURRY_S)
+LEAVE_S = (30.0, 60.0)
+CANCEL_S = (0.0, HURRY_S)
 """Seconds until the actors of a finished or a cancelled run are cancelled, and until they are killed."""
 _CANCEL_FLUSH_S = 4.0
 _STATUS: dict[str, Status] = {"completed": "FINISHED", "failed": "FAILED", "cancelled": "KILLED"}
@@ -132,7 +132,7 @@ def end(run: RunContext, work: Work, how: str, hurry: threading.Event) -> dict[s
     try:
         with work.connections:
             if work.supervisor:
-                work.supervisor.end_children(*(_CANCEL_S if how == "cancelled" else _LEAVE_S), hurry)
+                work.supervisor.end_children(*(CANCEL_S if how == "cancelled" else LEAVE_S), hurry)
         if refusal:
             raise refusal
         if work.plan and work.tracker and work.curves:

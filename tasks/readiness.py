@@ -89,7 +89,7 @@ def make_ready(experiment: Experiment, machine: Machine, settings: Settings, run
     require_places(settings)
     model_path = prepare_model(experiment.model, settings)
     model = read_model(model_path, ELEMENT_BYTES[experiment.model.dtype])
-    _check_memory(experiment, usable, model)
+    require_memory(experiment, usable, model)
     _check_room(experiment, settings.shared.runs, model, _bytes_of(run) if run else 0)
     _check_prompts(experiment, questions, model_path, model.vocabulary)
     return model_path
@@ -147,8 +147,12 @@ def _check_writable(directory: Path, variable: str) -> None:
         ) from None
 
 
-def _check_memory(experiment: Experiment, machine: Machine, model: Model) -> None:
-    """Refuse what cannot fit however the devices are split; activations and libraries come on top."""
+def require_memory(experiment: Experiment, machine: Machine, model: Model) -> None:
+    """Refuse what cannot fit however the devices are split; activations and libraries come on top.
+
+    Raises:
+        UserError: says how much is missing, and the remedy.
+    """
     if any(device.kind == "cuda" for device in machine.devices):
         _check_gpu_memory(experiment, machine, model)
         return

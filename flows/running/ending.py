@@ -27,8 +27,8 @@ from flows.running.context import RunContext
 from tasks.exchange.ledger import Ledger
 from tasks.lifecycle.scope import BEAT_S, ActorScope
 
-_SERVER_POLL_S = 5.0
-_WORKER_GRACE_POLLS = 2
+SERVER_POLL_S = 5.0
+WORKER_GRACE_POLLS = 2
 _INSIST_S = 2.0
 _log = logging.getLogger(__name__)
 
@@ -116,13 +116,13 @@ class _ServerWatch:
 
     def _watch(self) -> None:
         seen = 0
-        while not self._stopped.wait(_SERVER_POLL_S):
+        while not self._stopped.wait(SERVER_POLL_S):
             try:
                 state = self._read(UUID(self._flow_run_id))
                 seen = seen + 1 if state is not None and (state.is_cancelling() or state.is_cancelled()) else 0
             except (httpx.HTTPError, PrefectException):
                 continue  # no answer takes nothing back: a busy server fails to answer every other time
-            if seen > _WORKER_GRACE_POLLS:
+            if seen > WORKER_GRACE_POLLS:
                 self._ask()
                 return
 

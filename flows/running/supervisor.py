@@ -23,7 +23,7 @@ from tasks.training.checkpoints import latest_checkpoint
 
 HURRY_S = 12.0
 """Longest time for actors to end when it presses: Prefect kills a cancelled flow 30 s after telling it."""
-_POLL_S = 1.0
+POLL_S = 1.0
 _LONGEST_GAP_S = 5.0  # between two looks of the loop, where the deadline for beats is not longer
 _KILL_GRACE_S = 1.0
 _log = logging.getLogger(__name__)
@@ -104,7 +104,7 @@ class Supervisor:
         while not self._is_complete():
             self._run.ledger.confirm(self._run.supervisor)
             self._reconcile()
-            time.sleep(_POLL_S)
+            time.sleep(POLL_S)
 
     def end_children(self, patience_s: float, deadline_s: float, hurry: threading.Event) -> None:
         """End every actor of a run that is over.
@@ -129,7 +129,7 @@ class Supervisor:
             if waited_s > deadline_s:
                 self._give_up(left)
                 return
-            time.sleep(_POLL_S / 2)
+            time.sleep(POLL_S / 2)
 
     def _give_up(self, left: list[_Child]) -> None:
         try:

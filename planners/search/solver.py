@@ -38,13 +38,14 @@ def minimise(problem: Any, time_limit_s: float = 60.0, gap: float = 1e-4) -> Sol
     import pulp
 
     if pulp.HiGHS(msg=False).available():
-        return _highs(problem, time_limit_s, gap)
+        return with_highs(problem, time_limit_s, gap)
     if pulp.PULP_CBC_CMD(msg=False).available():
-        return _cbc(problem, time_limit_s, gap)
+        return with_cbc(problem, time_limit_s, gap)
     raise UserError("No MILP solver is installed: pip install highspy.")
 
 
-def _highs(problem: Any, time_limit_s: float, gap: float) -> Solution:
+def with_highs(problem: Any, time_limit_s: float, gap: float) -> Solution:
+    """As `minimise`, by HiGHS."""
     import highspy
     import pulp
 
@@ -73,7 +74,8 @@ def _highs(problem: Any, time_limit_s: float, gap: float) -> Solution:
     return Solution(objective, float(info.mip_dual_bound) if is_mip else objective)
 
 
-def _cbc(problem: Any, time_limit_s: float, gap: float) -> Solution:
+def with_cbc(problem: Any, time_limit_s: float, gap: float) -> Solution:
+    """As `minimise`, by CBC."""
     import pulp
 
     began = time.monotonic()

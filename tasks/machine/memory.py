@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-_CGROUP = Path("/sys/fs/cgroup")
+CGROUP = Path("/sys/fs/cgroup")
 
 
 def memory_bytes() -> tuple[int, int]:
@@ -13,10 +13,10 @@ def memory_bytes() -> tuple[int, int]:
     """
     fields = {name: 1024 * value for name, value in _numbers(_read(Path("/proc/meminfo"))).items()}
     total, available = fields.get("MemTotal", 0), fields.get("MemAvailable", 0)
-    limit = _read(_CGROUP / "memory.max").strip()
+    limit = _read(CGROUP / "memory.max").strip()
     if limit.isdecimal() and int(limit) < total:
-        used = int(_read(_CGROUP / "memory.current").strip() or 0)
-        pages = _numbers(_read(_CGROUP / "memory.stat"))
+        used = int(_read(CGROUP / "memory.current").strip() or 0)
+        pages = _numbers(_read(CGROUP / "memory.stat"))
         files = pages.get("active_file", 0) + pages.get("inactive_file", 0)
         total = int(limit)
         available = max(0, min(available, total - used + files))

@@ -32,7 +32,7 @@ OPEN_DEADLINE_S = 60.0
 _POINTS_PER_CALL = 1000  # MLflow's limit
 _PARAMS_PER_CALL = 100  # MLflow's limit
 _FIRST_RETRY_S, _LONGEST_RETRY_S = 0.5, 30.0
-_GATHER_S = 1.0
+GATHER_S = 1.0
 """Points of this time go in one call."""
 _ENVIRONMENT = {
     # MLflow's own limits would hold one call for up to 8 minutes; the retries are ours.
@@ -138,9 +138,9 @@ class Tracker:
         if run_id is not None:
             tracker = cls(lambda: _reopen(tracking_uri, run_id), on_open)
         else:
-            tracker = cls(lambda: _create(tracking_uri, experiment, run_name, tags), on_open)
+            tracker = cls(lambda: create_run(tracking_uri, experiment, run_name, tags), on_open)
             tracker._add_job(lambda run: run.send_params(flatten(params)))
-        tracker._tried.wait(OPEN_DEADLINE_S)
+        tracker.wait_for_run(OPEN_DEADLINE_S)
         return tracker
 
     @classmethod
@@ -158,6 +158,10 @@ class Tracker:
         if not tracking_uri:
             return cls(None)
         return cls(lambda: _create_child(tracking_uri, find_parent, name, tags))
+
+    def wait_for_run(self, deadline_s: float) -> bool:
+        """Wait until the first attempt to create the run is over; whether it is."""
+        return self._tried.wait(deadline_s)
 
     @property
     def run_id(self) -> str | None:
@@ -255,7 +259,7 @@ class Tracker:
             self._news.wait_for(lambda: self._points or self._jobs or self._closing.is_set())
             if self._jobs:
                 return self._jobs.popleft(), 1
-        self._closing.wait(_GATHER_S)
+        self._closing.wait(GATHER_S)
         with self._news:
             points = [self._points.popleft() for _ in range(min(_POINTS_PER_CALL, len(self._points)))]
         return (lambda run: run.send_points(points), len(points)) if points else None
@@ -372,7 +376,8 @@ def _client(tracking_uri: str) -> Any:
     return MlflowClient(tracking_uri)
 
 
-def _create(tracking_uri: str, experiment: str, run_name: str, tags: Mapping[str, str]) -> _MlflowRun:
+def create_run(tracking_uri: str, experiment: str, run_name: str, tags: Mapping[str, str]) -> _MlflowRun:
+    """A new run in an experiment, which is created if absent."""
     client = _client(tracking_uri)
     run = client.create_run(_experiment_id(client, experiment), tags=dict(tags), run_name=run_name)
     return _MlflowRun(client, run)

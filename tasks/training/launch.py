@@ -12,7 +12,7 @@ from tasks.exchange.ledger import Ledger
 from tasks.machine.processes import ProcessGroup, device_environment, end_sessions
 
 _POLL_S = 0.2
-_LAST_RANKS_S = 30.0  # how long the other ranks may run on after one has ended well
+LAST_RANKS_S = 30.0  # how long the other ranks may run on after one has ended well
 
 
 class RankFailed(RuntimeError):
@@ -111,10 +111,10 @@ def _wait_for_all(ranks: Sequence[ProcessGroup], first: int) -> None:
             return
         if any(status == 0 for status in states):
             first_end = first_end or time.monotonic()
-            if time.monotonic() - first_end > _LAST_RANKS_S:
+            if time.monotonic() - first_end > LAST_RANKS_S:
                 late = [rank for rank, status in enumerate(states, first) if status is None]
                 raise RankFailed(
-                    f"ranks {late} of the trainer were still there {_LAST_RANKS_S:.0f} s after another ended"
+                    f"ranks {late} of the trainer were still there {LAST_RANKS_S:.0f} s after another ended"
                 )
         time.sleep(_POLL_S)
 

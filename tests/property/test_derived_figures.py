@@ -51,7 +51,7 @@ class Rows:
                 for state in ("leased", "scored", "consumed", "dropped")
             },
             dropped=dict(Counter(row.drop_reason for row in self.groups if row.state == "dropped")),
-            outcomes={o.value: sum(row._mapping[f"{o}_answers"] for row in kept) for o in Outcome},
+            outcomes={o.value: sum(getattr(row, f"{o}_answers") for row in kept) for o in Outcome},
             quarantined_prompts=sum(row.state == "quarantined" for row in self.prompts),
             response_tokens=sum(row.response_tokens for row in self.consumed),
             consumed=len(self.consumed),

@@ -89,7 +89,7 @@ def test_memory_of_this_machine() -> None:
 
 def test_a_container_has_as_much_memory_as_its_limit_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Files that it has read count as used, but are given up when memory is wanted."""
-    monkeypatch.setattr(memory, "_CGROUP", tmp_path)
+    monkeypatch.setattr(memory, "CGROUP", tmp_path)
     for name, text in {
         "memory.max": f"{GIB // 8}\n",
         "memory.current": f"{GIB // 16}\n",

@@ -109,7 +109,7 @@ def test_a_run_that_is_told_to_end_is_cancelled(run: RunContext, monkeypatch: py
     assert isinstance(state, State)
     assert state.is_cancelled()
     assert state_of(run) == "cancelled"
-    assert [ended[:2] for ended in scene.supervisor.ended] == [rl._CANCEL_S]
+    assert [ended[:2] for ended in scene.supervisor.ended] == [rl.CANCEL_S]
     assert scene.tracker.finished == ["KILLED"]
     assert supervisors(run) == [(1, "done")]
     signal_myself()  # a second one no longer interrupts
@@ -153,7 +153,7 @@ def test_a_cancellation_hurries_actors_that_are_leaving(
             conduct(run, FLOW_RUN)
     else:
         assert conduct(run, FLOW_RUN) == {"status": "reported"}
-    assert scene.supervisor.ended == [(*rl._LEAVE_S, True)]
+    assert scene.supervisor.ended == [(*rl.LEAVE_S, True)]
     assert state_of(run) == state
     assert scene.tracker.finished == ["FAILED" if fails else "FINISHED"]
 
@@ -188,7 +188,7 @@ def test_actors_are_ended_although_the_ledger_fails(run: RunContext, monkeypatch
         monkeypatch.setattr(run.ledger, call, refuse)
     with pytest.raises(OperationalError):
         conduct(run, FLOW_RUN)
-    assert scene.supervisor.ended == [(*rl._CANCEL_S, True)]
+    assert scene.supervisor.ended == [(*rl.CANCEL_S, True)]
     assert scene.tracker.finished == ["KILLED"]
 
 

@@ -22,7 +22,7 @@ from tasks.exchange.layout import RunDirectory
 from tasks.machine.devices import hold_devices
 from tasks.machine.discovery import discover_machine
 from tasks.models.prepare import prepare_model
-from tasks.readiness import _check_memory, make_ready, require_free_devices
+from tasks.readiness import make_ready, require_free_devices, require_memory
 from tests.support.places import EXPERIMENTS, settings_of
 
 TINY = EXPERIMENTS / "tiny.yaml"
@@ -180,10 +180,10 @@ def test_gpus_too_small_however_they_are_split_are_refused(
     experiment, machine = tiny(*overrides), Machine(name="here", devices=tuple(devices))
     model = read_model(prepare_model(experiment.model, settings), element_bytes=4)
     if message is None:
-        _check_memory(experiment, machine, model)
+        require_memory(experiment, machine, model)
         return
     with pytest.raises(UserError, match=message):
-        _check_memory(experiment, machine, model)
+        require_memory(experiment, machine, model)
 
 
 def test_the_checks_do_without_torch(settings: Settings) -> None:

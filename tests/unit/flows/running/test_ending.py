@@ -60,7 +60,7 @@ def _as_in_a_flow_run(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     def terminate(number: int, frame: object) -> None:
         raise TerminationSignal(signal=number)
 
-    monkeypatch.setattr(ending, "_SERVER_POLL_S", 0.01)
+    monkeypatch.setattr(ending, "SERVER_POLL_S", 0.01)
     before = signal.signal(signal.SIGTERM, terminate)
     yield
     signal.signal(signal.SIGTERM, before)
@@ -82,7 +82,7 @@ def taken_up_again() -> RunContext:
 
 def test_a_server_that_answers_every_other_time_is_believed(run: RunContext) -> None:
     asked: list[Said] = [Cancelling(), AWAY]
-    said = [Running(), *asked * (1 + ending._WORKER_GRACE_POLLS), Running()]
+    said = [Running(), *asked * (1 + ending.WORKER_GRACE_POLLS), Running()]
     with pytest.raises(TerminationSignal):
         work(run, FakeServer(*said), until=lambda: False)
 
@@ -92,7 +92,7 @@ def test_a_run_whose_worker_does_not_act_is_ended(run: RunContext, state: State[
     server = FakeServer(Running(), state)
     with pytest.raises(TerminationSignal):
         work(run, server, until=lambda: False)
-    assert server.asked == 1 + 1 + ending._WORKER_GRACE_POLLS, "the worker was not given its time"
+    assert server.asked == 1 + 1 + ending.WORKER_GRACE_POLLS, "the worker was not given its time"
 
 
 def test_a_cancel_on_the_server_needs_no_ledger_that_takes_writes(
@@ -125,7 +125,7 @@ def test_a_run_that_is_over_is_left_to_end(run: RunContext) -> None:
     run.ledger.close_run(run.supervisor, "cancelled")
     server = FakeServer(Cancelling())
     work(run, server, until=lambda: not any(thread.name == "server-watch" for thread in threading.enumerate()))
-    assert server.asked == 1 + ending._WORKER_GRACE_POLLS
+    assert server.asked == 1 + ending.WORKER_GRACE_POLLS
 
 
 def test_what_the_ledger_was_asked_for_needs_neither_server_nor_worker(run: RunContext) -> None:

@@ -82,7 +82,7 @@ HERE = Machine(name="here", devices=())
 
 @pytest.fixture(autouse=True)
 def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervising, "_POLL_S", 0.0)
+    monkeypatch.setattr(supervising, "POLL_S", 0.0)
 
 
 def make(tmp_path: Path, **run: object) -> tuple[RunContext, FakeLauncher]:

@@ -23,7 +23,7 @@ def knapsack(items: int) -> Any:
     return program
 
 
-@pytest.mark.parametrize("solve", [solver._highs, solver._cbc])
+@pytest.mark.parametrize("solve", [solver.with_highs, solver.with_cbc])
 def test_both_solvers_find_and_prove(solve: Callable[[Any, float, float], Solution]) -> None:
     program = knapsack(12)
     solution = solve(program, 30, 1e-6)
@@ -32,7 +32,7 @@ def test_both_solvers_find_and_prove(solve: Callable[[Any, float, float], Soluti
     assert solution.objective == pytest.approx(other.objective)
 
 
-@pytest.mark.parametrize("solve", [solver._highs, solver._cbc])
+@pytest.mark.parametrize("solve", [solver.with_highs, solver.with_cbc])
 def test_infeasible_is_told_apart(solve: Callable[[Any, float, float], Solution]) -> None:
     program = pulp.LpProblem("none", pulp.LpMinimize)
     x = program.add_variable("x", 0, 1, cat=pulp.LpInteger)

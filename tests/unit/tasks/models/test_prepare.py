@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import filelock
 import pytest
 
 from planners.errors import UserError
@@ -117,7 +118,7 @@ def test_many_at_once_prepare_one_model_once(private: Settings, fake: FakeModel)
 def test_a_lock_held_too_long_is_named(private: Settings, fake: FakeModel, monkeypatch: pytest.MonkeyPatch) -> None:
     path = prepare_model(FAKE, private)
     monkeypatch.setattr(models, "LOCK_DEADLINE_S", 0.1)
-    with models._locked(path), pytest.raises(UserError, match=r"Another process .*\.lock\)"):
+    with filelock.FileLock(f"{path}.lock"), pytest.raises(UserError, match=r"Another process .*\.lock\)"):
         prepare_model(FAKE, private)
 
 

@@ -123,7 +123,7 @@ def test_runs_of_dead_attempts_are_ended_from_outside(store: str, client: "Mlflo
         for slot in ("0", "1")
     }
     for child in children.values():
-        assert child._tried.wait(30)
+        assert child.wait_for_run(30)
     assert end_attempts(store, parent.run_id, "FAILED", {"hexflow.slot": "1"}) == 1
     assert client.get_run(children["0"].run_id).info.status == "RUNNING"
     assert client.get_run(children["1"].run_id).info.status == "FAILED"
@@ -138,7 +138,7 @@ def test_what_the_store_refuses_is_dropped_and_the_rest_arrives(
     tracker = Tracker.parent(store, "study", "refused", {}, {})
     tracker.log({"no*such:name?": 1.0}, 0)
     tracker.log_artifact(tmp_path / "absent")
-    time.sleep(2 * tracking._GATHER_S)  # so that the good point travels in a call of its own
+    time.sleep(2 * tracking.GATHER_S)  # so that the good point travels in a call of its own
     tracker.log({"reward": 1.0}, 0)
     tracker.finish("FINISHED")
     assert client.get_run(tracker.run_id).data.metrics == {"reward": 1.0, "tracking/dropped": 2.0}
@@ -170,8 +170,8 @@ def test_the_run_is_created_once_the_store_answers(
             raise ConnectionError("the server is away")
         return create(*arguments)
 
-    create = tracking._create
-    monkeypatch.setattr(tracking, "_create", fails_once)
+    create = tracking.create_run
+    monkeypatch.setattr(tracking, "create_run", fails_once)
     tracker = Tracker.parent(store, "study", "late", {"run": {"steps": 1}}, {})
     assert tracker.run_id is None
     tracker.log({"reward": 1.0}, 0)
@@ -186,7 +186,7 @@ def test_actors_are_tracked_although_their_run_came_late(store: str, client: "Ml
     supervisor = begin(ledger)
     child = Tracker.child(store, partial(ledger.mlflow_run, "run"), "replica-0", {})
     child.log({"throughput": 1.0}, 0)
-    assert child._tried.wait(30)
+    assert child.wait_for_run(30)
     assert child.run_id is None
     told: list[str] = []
 

@@ -1,12 +1,11 @@
 """All ranks end together, however one of them ends."""
 
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
-from tasks.machine.processes import end_sessions, group_alive
+from tasks.machine.processes import ProcessGroup, end_sessions, group_alive
 from tasks.training import launch
 from tasks.training.launch import RankFailed, run_ranks
 
@@ -66,19 +65,23 @@ def test_ranks_are_told_to_end_together(logs: list[Path], monkeypatch: pytest.Mo
 
 
 def test_a_rank_that_stays_behind_is_ended(logs: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "_LAST_RANKS_S", 0.5)
+    monkeypatch.setattr(launch, "LAST_RANKS_S", 0.5)
     with pytest.raises(RankFailed, match=r"ranks \[1\] of the trainer were still there"):
         ranks("time.sleep(60 * rank)", logs)
     assert not group_alive(pid_in(logs[1]))
 
 
 def test_an_interrupted_launch_leaves_no_rank(logs: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt(*_: object) -> None:
-        while not all(log.exists() and log.read_text() for log in logs):
-            time.sleep(0.05)
-        raise KeyboardInterrupt
+    interrupts = iter([KeyboardInterrupt()])
 
-    monkeypatch.setattr(launch, "_wait_for_all", interrupt)
+    def poll(rank: ProcessGroup) -> int | None:
+        all_run = all(log.exists() and log.read_text() for log in logs)
+        if all_run and (interrupt := next(interrupts, None)):
+            raise interrupt
+        return poll_rank(rank)
+
+    poll_rank = ProcessGroup.poll
+    monkeypatch.setattr(ProcessGroup, "poll", poll)
     with pytest.raises(KeyboardInterrupt):
         ranks("time.sleep(60)", logs)
     assert not any(group_alive(pid_in(log)) for log in logs)
