@@ -14,13 +14,13 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import yaml
 from pydantic import BaseModel, ConfigDict
 
 from deployments.local.worker import recorded_versions
 from deployments.prefect.api import PrefectApi
 from deployments.prefect.versions import VARIABLE, differences, local_versions
 from planners.errors import UserError
+from planners.sections import parse_yaml
 from tasks.machine.discovery import CONTROL, discover_machine
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def queue_of(pool: str, machine: str) -> str:
 
 def entries(text: str, machine: str, device_types: list[str]) -> list[Entry]:
     """The deployments a server must have for this machine: templates become one entry per device type."""
-    tree = yaml.safe_load(text)
+    tree = parse_yaml(text)
     control = [Entry.model_validate(item) for item in tree["deployments"]]
     templates = [Entry.model_validate(item) for item in tree["per_device_type"]]
     placed = [

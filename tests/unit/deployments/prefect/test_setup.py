@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 import pytest
-import yaml
 from pydantic import BaseModel
 
 from deployments.local import servers
@@ -19,6 +18,7 @@ from deployments.prefect import setup
 from deployments.prefect.api import PrefectApi, Unreachable
 from deployments.prefect.versions import differences, local_versions
 from planners.errors import UserError
+from planners.sections import parse_yaml
 
 ROOMS = ("planners", "tasks", "flows", "deployments")
 
@@ -75,7 +75,7 @@ def test_prefect_yaml_places_every_deployment() -> None:
 
 
 def test_prefect_yaml_names_flows_that_exist() -> None:
-    tree = yaml.safe_load(setup.FILE.read_text())
+    tree = parse_yaml(setup.FILE.read_text())
     root = setup.FILE.parents[2]
     for item in tree["deployments"] + tree["per_device_type"]:
         module, function = item["entrypoint"].split(":")
