@@ -48,7 +48,8 @@ class ActorScope:
     once with status 75: whatever it holds belongs to its replacement. What asks the actor to leave is told to
     `on_leave` once, from another thread, with the reason: SIGTERM (within about a second, also while the main thread is
     held up by a backward pass, since the interpreter's wake-up byte is written at once), the ledger, or a supervisor
-    that is gone for good. At the end of the scope the ledger hears that the actor is done, or failed and why; the first
+    that is gone for good. In the same way `on_drain` hears that it is to take on nothing new and to leave when that is
+    done. At the end of the scope the ledger hears that the actor is done, or failed and why; the first
     word counts.
     """
 
@@ -59,6 +60,7 @@ class ActorScope:
         process: Process,
         on_leave: Callable[[str], object],
         *,
+        on_drain: Callable[[], object] = lambda: None,
         hears_sigterm: bool = True,
         interval_s: float = BEAT_S,
     ) -> None:
@@ -67,6 +69,7 @@ class ActorScope:
         self._ledger = ledger
         self._process = process
         self._on_leave = on_leave
+        self._on_drain = on_drain
         self._interval_s = interval_s
         self._state, self._message, self._work = "starting", "", 0
         self._stopped = threading.Event()
@@ -121,7 +124,7 @@ class ActorScope:
             self._on_leave(reason)
 
     def _beat_until_stopped(self) -> None:
-        silence = Silence(_LONGEST_GAP_S)
+        silence, drains = Silence(_LONGEST_GAP_S), False
         while True:
             try:
                 beat = self._ledger.heartbeat(self.actor, self._state, self._message, self._work)
@@ -136,6 +139,9 @@ class ActorScope:
                 silent_s = silence.look({attempt: serial})[attempt]
                 if beat.wanted == "leave":
                     self._leave("the ledger says so")
+                elif beat.wanted == "drain" and not drains:
+                    drains = True
+                    self._on_drain()
                 elif silent_s > ORPHAN_AFTER_S:
                     self._leave(f"the supervisor has been silent for {silent_s:.0f} s")
             if self._stopped.wait(self._interval_s):

@@ -9,6 +9,7 @@ import asyncio
 import logging
 import os
 import time
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -28,6 +29,14 @@ from tasks.rollout.serving import AnsweringSetup, open_answerer
 from tasks.tracking.tracker import Tracker
 
 _log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class End:
+    """What the ledger wants of a replica that is to end: at once, or when it has handed over what it has begun."""
+
+    leaving: asyncio.Event
+    draining: asyncio.Event
 
 
 def main() -> None:
@@ -50,15 +59,19 @@ def main() -> None:
 
 async def join(ledger: Ledger, actor: Actor, plan: ReplicaPlan) -> None:
     """Be the replica in the ledger for as long as it serves."""
-    leaving, loop = asyncio.Event(), asyncio.get_running_loop()
+    end, loop = End(asyncio.Event(), asyncio.Event()), asyncio.get_running_loop()
     with ActorScope(
-        ledger, actor, this_process(plan.machine), lambda reason: loop.call_soon_threadsafe(leaving.set)
+        ledger,
+        actor,
+        this_process(plan.machine),
+        lambda reason: loop.call_soon_threadsafe(end.leaving.set),
+        on_drain=lambda: loop.call_soon_threadsafe(end.draining.set),
     ) as scope:
-        await serve(ledger, scope, plan, leaving)
+        await serve(ledger, scope, plan, end)
 
 
-async def serve(ledger: Ledger, scope: ActorScope, plan: ReplicaPlan, leaving: asyncio.Event) -> None:
-    """Start the replica's parts as planned, serve until `leaving`, and end them all."""
+async def serve(ledger: Ledger, scope: ActorScope, plan: ReplicaPlan, end: End) -> None:
+    """Start the replica's parts as planned, serve until `end`, and end them all."""
     settings, actor = load_settings(), scope.actor
     run = RunDirectory(settings.shared.runs / actor.run_id)
     experiment = read_resolved_experiment(run.experiment)
@@ -103,18 +116,26 @@ async def serve(ledger: Ledger, scope: ActorScope, plan: ReplicaPlan, leaving: a
         )
         scope.report("running")
         try:
-            await _serve_until(leaving, replica)
+            await _serve_until(end, replica)
         finally:
-            tracker.finish("FINISHED" if leaving.is_set() else "FAILED")
+            is_asked = end.leaving.is_set() or end.draining.is_set()
+            tracker.finish("FINISHED" if is_asked else "FAILED")
 
 
-async def _serve_until(leaving: asyncio.Event, replica: Replica) -> None:
+async def _serve_until(end: End, replica: Replica) -> None:
     serving = asyncio.create_task(replica.run())
-    told_to_leave = asyncio.create_task(leaving.wait())
+    told_to_drain = asyncio.create_task(_drain_when_told(end, replica))
+    told_to_leave = asyncio.create_task(end.leaving.wait())
     await asyncio.wait([serving, told_to_leave], return_when=asyncio.FIRST_COMPLETED)
     told_to_leave.cancel()
+    told_to_drain.cancel()
     replica.leave()
     await serving
+
+
+async def _drain_when_told(end: End, replica: Replica) -> None:
+    await end.draining.wait()
+    replica.drain()
 
 
 async def first_weights(

@@ -61,7 +61,7 @@ class _Activity:
 
 
 class Replica:
-    """Runs until `leave` is called; any error ends it, and the supervisor starts another attempt."""
+    """Runs until `leave` or `drain` is called; any error ends it, and the supervisor starts another attempt."""
 
     def __init__(self, parts: ReplicaParts) -> None:
         self._p = parts
@@ -72,6 +72,7 @@ class Replica:
         self._leaving = asyncio.Event()
         self._weights_stay = asyncio.Lock()
         self._draining = False
+        self._drains = False
         self._activity = _Activity()
 
     def leave(self) -> None:
@@ -79,8 +80,13 @@ class Replica:
         self._leaving.set()
         self._changed.set()
 
+    def drain(self) -> None:
+        """Begin nothing new, and let `run` return once the groups in flight are handed over."""
+        self._drains = True
+        self._changed.set()
+
     async def run(self) -> None:
-        """Serve until `leave`."""
+        """Serve until `leave`, or until `drain` has nothing left to hand over."""
         try:
             await self._serve()
         except ExceptionGroup as group:
@@ -92,7 +98,7 @@ class Replica:
         async with asyncio.TaskGroup() as tasks:
             background = [tasks.create_task(self._follow_versions()), tasks.create_task(self._report_activity())]
             groups: set[asyncio.Task[None]] = set()
-            while not self._leaving.is_set():
+            while not self._leaving.is_set() and (self._in_flight or not self._drains):
                 if await self._evaluate_if_asked():
                     continue
                 lease = await self._lease()

@@ -2,7 +2,7 @@
 
 Whatever happens in `tests.support.world`, no group and no prompt is consumed twice in the surviving lineage, no
 consumed token is older than η or of an abandoned version, no file under a reader is deleted, the dead write nothing,
-and from every state a fair schedule ends the run.
+who is told to drain begins nothing new and loses nothing, and from every state a fair schedule ends the run.
 """
 
 import random

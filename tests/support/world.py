@@ -13,7 +13,7 @@ import pytest
 from hypothesis import strategies as st
 
 from tasks.exchange.ledger import Actor, Fenced, Lease, Ledger
-from tests.support.ledger import begin, fence, join
+from tests.support.ledger import begin, fence, join, supervisor_of
 
 Version = tuple[int, int]
 SIZES = st.tuples(st.integers(1, 3), st.integers(0, 3), st.integers(1, 4))
@@ -28,6 +28,7 @@ class Replica:
     loading: bool = False
     in_flight: dict[int, list[Version]] = field(default_factory=dict)
     leases: int = 0
+    draining: bool = False
 
 
 class World:
@@ -155,6 +156,7 @@ class World:
         lease = self.ask(replica)
         if lease is None:
             return False
+        assert not replica.draining, "it was told to begin nothing new"
         if self.dice.random() < 0.3:
             assert self.ask(replica) == lease
         replica.leases += 1
@@ -202,6 +204,25 @@ class World:
             del replica.in_flight[group_id]
         return True
 
+    def drain(self, replica: Replica) -> bool:
+        """Told so, it hands over what it has begun: no group is lost by it."""
+        if replica.draining:
+            return False
+        for _ in range(self.dice.randint(1, 2)):
+            self.ledger.want(supervisor_of(self.ledger, self.run_id), replica.actor, "drain")
+        assert self.ledger.heartbeat(replica.actor).wanted == "drain"
+        replica.draining = True
+        return True
+
+    def leave_and_return(self, replica: Replica) -> bool:
+        """Once it has nothing in flight; another comes into its place."""
+        if not replica.draining or replica.in_flight:
+            return False
+        self.ledger.finish(replica.actor, "done")
+        replica.actor = self.register("replica", replica.actor.slot)
+        self.begin_anew(replica)
+        return True
+
     def die_and_return(self, replica: Replica) -> bool:
         zombie = replica.actor
         if self.dice.random() < 0.5:
@@ -216,13 +237,17 @@ class World:
         if replica.actor == zombie:
             replica.actor = self.register("replica", zombie.slot)
         self.payloads |= replica.in_flight.keys()  # it may have died after it wrote them
-        replica.in_flight, replica.claimed, replica.loading = {}, None, False
+        self.begin_anew(replica)
+        return True
+
+    def begin_anew(self, replica: Replica) -> None:
+        """What another attempt does first: it takes the newest version."""
+        replica.in_flight, replica.claimed, replica.loading, replica.draining = {}, None, False, False
         latest = self.ledger.latest_version(self.run_id)
         assert latest is not None
         assert self.ledger.claim_version(replica.actor, *latest)
         self.ledger.set_loaded(replica.actor, *latest)
         replica.engine = replica.claimed = latest
-        return True
 
     # Schedules
 
@@ -247,6 +272,8 @@ class World:
             lambda: self.lease(replica),
             lambda: self.lease(replica),
             lambda: self.complete(replica),
+            lambda: self.drain(replica),
+            lambda: self.leave_and_return(replica),
         ]
         return self.dice.choice(actions)()
 
@@ -261,4 +288,5 @@ class World:
                 moved = True
             while self.complete(replica):
                 moved = True
+            moved |= self.leave_and_return(replica)
         return self.take() | self.train() | moved

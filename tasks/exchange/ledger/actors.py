@@ -29,6 +29,8 @@ from tasks.exchange.ledger.schema import actors, cancellations, evaluations, gro
 
 ROLES = ("trainer", "replica")
 """What a supervisor gives out."""
+_WEAKER = {"drain": ("run",), "leave": ("run", "drain")}
+"""What each word to an actor takes the place of."""
 
 
 class Actors(Database):
@@ -65,6 +67,28 @@ class Actors(Database):
             values = {"assigned_by": supervisor.attempt, "epoch": epoch, "machines": json.dumps(list(machines))}
             add_actor(connection, actor, state="assigned", message="waiting for its process", **values)
         return actor
+
+    def want(self, supervisor: Actor, actor: Actor, wanted: str) -> None:
+        """Say what an attempt should do from now on: its beats tell it. Safe to repeat, and the stronger word stands.
+
+        Args:
+            supervisor: who decides it.
+            actor: an attempt that this supervisor has given out; one that has ended stays as it is.
+            wanted: "drain": lease and evaluate nothing new, hand over what is begun, then leave; replicas only.
+                "leave": at once.
+
+        Raises:
+            Fenced: this supervisor is no longer current.
+            ValueError: the attempt is not this supervisor's, or cannot do that.
+        """
+        if wanted not in _WEAKER or (wanted == "drain" and actor.role != "replica"):
+            raise ValueError(f"{name_of(actor)} cannot be told to {wanted}")
+        with self.write(supervisor.run_id) as connection:
+            require_supervisor(connection, supervisor)
+            if _assigned_by(connection, actor) != supervisor.attempt:
+                raise ValueError(f"{name_of(actor)} was not given out by attempt {supervisor.attempt}")
+            this = (*rows_of(actor, actors), actors.c.state.in_(OPEN), actors.c.wanted.in_(_WEAKER[wanted]))
+            connection.execute(update(actors).where(*this).values(wanted=wanted))
 
     def register(self, actor: Actor, process: Process) -> None:
         """Begin as an attempt that was given out; once per process, which may repeat it.
@@ -193,7 +217,7 @@ class Actors(Database):
 def add_actor(connection: Connection, actor: Actor, **values: object) -> None:
     """Write an attempt down; `values` are the columns that its state needs."""
     keys = {"run_id": actor.run_id, "role": actor.role, "slot": actor.slot, "attempt": actor.attempt}
-    defaults = {"message": "", "machines": "[]", "serial": 0, "work": 0, "heartbeat_s": now_s()}
+    defaults = {"message": "", "machines": "[]", "wanted": "run", "serial": 0, "work": 0, "heartbeat_s": now_s()}
     connection.execute(insert(actors).values(**(defaults | keys | values)))
 
 
@@ -245,16 +269,17 @@ def _answer(connection: Connection, actor: Actor) -> Beat:
     ).one()
     if actor.role == "supervisor":
         asked = select(cancellations.c.flow_run_id).where(cancellations.c.flow_run_id == flow_run_id)
-        leaves = state == "running" and connection.scalar(asked) is not None
+        wanted = "leave" if state == "running" and connection.scalar(asked) is not None else "run"
     else:
-        leaves = state != "running"
+        told = select(actors.c.wanted).where(*rows_of(actor, actors))
+        wanted = str(connection.scalar(told)) if state == "running" else "leave"
     attempt, serial = connection.execute(
         select(actors.c.attempt, actors.c.serial)
         .where(actors.c.run_id == actor.run_id, actors.c.role == "supervisor")
         .order_by(actors.c.attempt.desc())
         .limit(1)
     ).one()
-    return Beat("leave" if leaves else "run", (attempt, serial))
+    return Beat(wanted, (attempt, serial))
 
 
 def _with_silence() -> Select[Any]:
@@ -278,4 +303,5 @@ def _row(row: Row[Any]) -> ActorRow:
         machines=tuple(json.loads(row.machines)),
         epoch=row.epoch,
         assigned_by=row.assigned_by,
+        wanted=row.wanted,
     )

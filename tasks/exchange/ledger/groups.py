@@ -91,8 +91,8 @@ class Groups(Database):
                 key, after an answer that was lost, gives the same lease for as long as the group is open.
 
         Returns:
-            None while the gate is shut, all groups of the run are out, the run is not running, or the replica still has
-            a policy that a resume abandoned. Ask again later.
+            None while the gate is shut, all groups of the run are out, the run is not running, the replica still has a
+            policy that a resume abandoned, or is to drain or leave. Ask again later.
 
         Raises:
             Fenced: this attempt is no longer current.

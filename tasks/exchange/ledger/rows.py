@@ -80,6 +80,7 @@ class ActorRow:
         machines: those it was given to, the leading one first.
         epoch: plan epoch that it works for; None for supervisors.
         assigned_by: attempt of the supervisor that gave it out; None for supervisors.
+        wanted: what its supervisor wants of it, see `Actors.want`; what becomes of the run comes on top.
     """
 
     role: str
@@ -97,6 +98,7 @@ class ActorRow:
     machines: tuple[str, ...] = ()
     epoch: int | None = None
     assigned_by: int | None = None
+    wanted: str = "run"
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +106,8 @@ class Beat:
     """What the ledger answers to a beat.
 
     Attributes:
-        wanted: "run", or "leave": a supervisor's run is to be cancelled, any other's is over.
+        wanted: "run"; "drain": take on nothing new, end what is begun, and leave; or "leave": at once. A supervisor is
+            to leave where its run is to be cancelled, any other where its run is over or its supervisor wants it to.
         supervisor: (attempt, serial) of the run's newest supervisor, which stands still where nobody supervises.
     """
 

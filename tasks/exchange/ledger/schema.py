@@ -110,6 +110,7 @@ actors = Table(
     Column("pid", Integer),
     Column("machine", String),
     Column("message", Text, nullable=False),
+    Column("wanted", String, nullable=False),
     Column("serial", BigInteger, nullable=False),
     Column("work", BigInteger, nullable=False),
     Column("loaded_lineage", Integer),
@@ -120,6 +121,7 @@ actors = Table(
         name="actor_state",
     ),
     CheckConstraint("(role = 'supervisor') = (assigned_by IS NULL)", name="supervisors_assign"),
+    CheckConstraint("wanted IN ('run', 'drain', 'leave')", name="actor_wanted"),
 )
 _open = actors.c.state.in_(("assigned", "starting", "running"))
 Index(

@@ -136,7 +136,9 @@ def newest_live_version(connection: Connection, run_id: str) -> tuple[int, int] 
 
 
 def usable_version(connection: Connection, actor: Actor, said: int) -> int | None:
-    """The version number that a replica's next tokens are at least as new as, or None if its policy was abandoned.
+    """The version number that a replica's next tokens are at least as new as.
+
+    None if its policy was abandoned, or it is not to begin anything new any more.
 
     Args:
         connection: a writing transaction.
@@ -149,9 +151,9 @@ def usable_version(connection: Connection, actor: Actor, said: int) -> int | Non
     this = (versions.run_id == claims.run_id, versions.lineage == claims.lineage, versions.number == claims.number)
     state = select(versions.state).where(*this).scalar_subquery()
     abandoned = select(claims.number).where(*rows_of(actor, weight_claims), state == "abandoned")
-    query = select(actors.c.loaded_number, abandoned.exists()).where(*rows_of(actor, actors))
-    loaded, is_abandoned = connection.execute(query).one()
-    return None if is_abandoned else min(said, loaded or 0)
+    query = select(actors.c.loaded_number, actors.c.wanted, abandoned.exists()).where(*rows_of(actor, actors))
+    loaded, wanted, is_abandoned = connection.execute(query).one()
+    return None if is_abandoned or wanted != "run" else min(said, loaded or 0)
 
 
 def newest_possible_version(connection: Connection, actor: Actor) -> int:

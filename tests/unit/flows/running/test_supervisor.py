@@ -189,6 +189,29 @@ def test_a_replica_that_left_before_the_end_is_started_again(tmp_path: Path) -> 
     assert [role for role, _ in launcher.started] == ["train", "rollout", "rollout"]
 
 
+@pytest.mark.parametrize("dies", [False, True])
+def test_a_replica_that_was_to_leave_is_not_started_again(dies: bool, tmp_path: Path) -> None:
+    """Whether it says that it is done, or dies before it can."""
+    run, launcher = make(tmp_path)
+    looks = 0
+
+    def on_progress(progress: object) -> None:
+        nonlocal looks
+        looks += 1
+        if looks == 1:
+            run.ledger.want(run.supervisor, launcher.actors["rollout-2"], "drain")
+            if dies:
+                launcher.ended.add("rollout-2")
+            else:
+                run.ledger.finish(launcher.actors["rollout-2"], "done")
+        if looks == 5:
+            run.ledger.settle_run(RUN, "flow-1", "cancelled")
+
+    with pytest.raises(Fenced):
+        Supervisor(run, 0, PLAN, launcher, on_progress).run()
+    assert [role for role, _ in launcher.started] == ["train", "rollout"]
+
+
 def test_a_run_that_is_ended_elsewhere_is_not_kept_alive(tmp_path: Path) -> None:
     run, launcher = make(tmp_path)
 

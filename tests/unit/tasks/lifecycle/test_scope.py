@@ -116,6 +116,18 @@ def test_it_is_told_once_to_leave(ledger: Ledger, actor: Actor) -> None:
     assert reasons == ["the ledger says so"]
 
 
+def test_it_is_told_once_to_drain_and_then_to_leave(ledger: Ledger, actor: Actor) -> None:
+    told: list[str] = []
+    scope = ActorScope(ledger, actor, a_process(), told.append, on_drain=lambda: told.append("drain"), interval_s=0.01)
+    with scope:
+        for wanted, heard in (("drain", ["drain"]), ("leave", ["drain", "the ledger says so"])):
+            ledger.want(supervisor_of(ledger), actor, wanted)
+            wait_until(lambda: len(told) == len(heard))  # noqa: B023
+            serial = row_of(ledger, actor).serial
+            wait_until(lambda: row_of(ledger, actor).serial > serial + 3)  # noqa: B023
+            assert told == heard
+
+
 def test_an_orphan_leaves(ledger: Ledger, actor: Actor, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody is going to take the run up again; but as long as the supervisor beats, it stays."""
     monkeypatch.setattr(lifecycle, "ORPHAN_AFTER_S", 0.2)

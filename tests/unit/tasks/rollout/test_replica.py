@@ -284,6 +284,28 @@ def test_it_evaluates_when_asked(ledger: Ledger, experiment: Experiment, tmp_pat
     asyncio.run(scenario())
 
 
+def test_draining_hands_over_what_is_in_flight_and_leaves(
+    ledger: Ledger, experiment: Experiment, tmp_path: Path
+) -> None:
+    """And begins nothing new, although the gate is open again."""
+
+    async def scenario() -> None:
+        engine = FakeEngine()
+        engine.hold.clear()
+        replica = make_replica(ledger, experiment, tmp_path, engine, FakeText())
+        running = asyncio.create_task(replica.run())
+        await until(lambda: in_state(ledger, "leased") == 4, "four groups in flight")
+        (actor,) = (row for row in ledger.actors(RUN) if row.role == "replica")
+        ledger.want(supervisor_of(ledger, RUN), Actor(RUN, "replica", actor.slot, actor.attempt), "drain")
+        replica.drain()
+        engine.hold.set()
+        await asyncio.wait_for(running, timeout=10)
+        assert in_state(ledger, "scored") == 4
+        assert ledger.progress(RUN).dropped == {}
+
+    asyncio.run(scenario())
+
+
 def test_leaving_drops_what_is_in_flight(ledger: Ledger, experiment: Experiment, tmp_path: Path) -> None:
     async def scenario() -> None:
         engine = FakeEngine()

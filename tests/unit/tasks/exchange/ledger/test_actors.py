@@ -33,6 +33,40 @@ def test_a_replaced_replica_can_write_nothing_and_its_prompts_are_leased_again(
             write()
 
 
+def test_a_replica_that_is_to_drain_begins_nothing_and_hands_over_what_it_has(
+    ledger: Ledger, trainer: Actor, replica: Actor
+) -> None:
+    """And the stronger word stands: who is to leave is not told to drain afterwards."""
+    begun, supervisor = lease(ledger, replica), supervisor_of(ledger)
+    assert ledger.heartbeat(replica).wanted == "run"
+    for _ in range(2):
+        ledger.want(supervisor, replica, "drain")
+    assert ledger.heartbeat(replica).wanted == "drain"
+    assert ask(ledger, replica, 0) is None
+    ledger.request_evaluation(supervisor, "before", 0)
+    assert ledger.claim_evaluation(replica, 0) is None
+    assert score(ledger, replica, begun)
+    for wanted in ("leave", "drain"):
+        ledger.want(supervisor, replica, wanted)
+        assert ledger.heartbeat(replica).wanted == "leave"
+    ledger.finish(replica, "done")
+    ledger.want(supervisor, replica, "leave")
+    (row,) = (row for row in ledger.actors(RUN) if row.role == "replica")
+    assert (row.state, row.wanted) == ("done", "leave")
+    assert ledger.heartbeat(join(ledger, "replica")).wanted == "run", "the next attempt is another matter"
+
+
+def test_only_who_gave_an_attempt_out_says_what_it_should_do(ledger: Ledger, trainer: Actor, replica: Actor) -> None:
+    supervisor = supervisor_of(ledger)
+    for actor, wanted in ((replica, "run"), (replica, "stop"), (trainer, "drain"), (supervisor, "leave")):
+        with pytest.raises(ValueError, match=r"cannot be told to|was not given out by"):
+            ledger.want(supervisor, actor, wanted)
+    with pytest.raises(ValueError, match="is no supervisor"):
+        ledger.want(trainer, replica, "leave")
+    ledger.want(supervisor, trainer, "leave")
+    assert ledger.heartbeat(trainer).wanted == "leave"
+
+
 def test_a_replaced_trainer_can_neither_publish_nor_consume(ledger: Ledger, trainer: Actor, replica: Actor) -> None:
     for _ in range(2):
         score(ledger, replica, lease(ledger, replica))
