@@ -5,7 +5,7 @@ from typing import Any, Protocol
 from planners.errors import UserError
 from tasks.config.experiment import Experiment
 from tasks.data.item import Item
-from tasks.data.sources.jsonl import LINE
+from tasks.data.sources.rows import LINE
 
 
 class Tokenizer(Protocol):

@@ -9,7 +9,7 @@ from planners.errors import UserError
 from tasks.config.data import DataSource
 from tasks.config.rewards import MathVerifyReward, Reward
 from tasks.data.item import Item
-from tasks.data.sources.jsonl import LINE
+from tasks.data.sources.rows import LINE
 from tasks.rewards.pool import ScoringPool, Verdict
 
 CHECK_DEADLINE_S = 120.0

@@ -9,7 +9,7 @@ from planners.errors import UserError
 from tasks.config.data import JsonlSource
 from tasks.config.rewards import MathVerifyReward, PythonReward, Reward
 from tasks.data.item import Item
-from tasks.data.sources.jsonl import LINE
+from tasks.data.sources.rows import LINE
 from tasks.rewards.references import check_references
 
 SOURCE = JsonlSource(path="sums.jsonl")
