@@ -97,6 +97,7 @@ def conduct(run: RunContext, flow_run_id: str) -> dict[str, Any] | State[Any]:
 def carry_out(run: RunContext, work: Work) -> None:
     """Everything between a run's begin and its end."""
     name_flow_run(run)
+    work.say("opening its run in MLflow")
     work.tracker = open_tracker(run)
     show_tracking(work.tracker)
     announce(run.machine)
