@@ -19,7 +19,7 @@ from tasks.data.chat import Chat
 from tasks.data.split import Questions
 from tasks.exchange.layout import RunDirectory
 from tasks.machine.devices import describe_holder
-from tasks.machine.memory import memory_bytes
+from tasks.machine.memory import gib, memory_bytes
 from tasks.models.prepare import load_tokenizer, prepare_model
 from tasks.profiling.profile import profile_device
 from tasks.rewards.python import check_functions
@@ -27,7 +27,6 @@ from tasks.rewards.references import check_references
 from tasks.training.memory import checkpoint_bytes
 from tasks.wishes import check_type, usable_devices
 
-_GIB = 2**30
 LEAVING_S = 10.0
 """A run that ends gives its devices back within it."""
 
@@ -163,8 +162,8 @@ def require_memory(experiment: Experiment, machine: Machine, model: Model) -> No
     _, available = memory_bytes()
     if training + rollout > available:
         raise UserError(
-            f"{experiment.model.source} needs at least {_gib(training + rollout)} of memory here, {_gib(training)} to "
-            f"train and {_gib(rollout)} to generate, but {_gib(available)} are available: end other programs or choose "
+            f"{experiment.model.source} needs at least {gib(training + rollout)} of memory here, {gib(training)} to "
+            f"train and {gib(rollout)} to generate, but {gib(available)} are available: end other programs or choose "
             "a smaller model."
         )
 
@@ -183,15 +182,15 @@ def _check_gpu_memory(experiment: Experiment, machine: Machine, model: Model) ->
     best = max(needed, key=lambda name: memory[name] - needed[name])
     if needed[best] > memory[best]:
         raise UserError(
-            f"Training {experiment.model.source} in ZeRO stage {stage} needs {_gib(needed[best])} on each "
-            f"device, but a {best} has {_gib(memory[best])}: use planner.zero_stage 3, more devices, or a smaller "
+            f"Training {experiment.model.source} in ZeRO stage {stage} needs {gib(needed[best])} on each "
+            f"device, but a {best} has {gib(memory[best])}: use planner.zero_stage 3, more devices, or a smaller "
             "model."
         )
     rollout = model.weight_bytes + model.kv_bytes_per_token * experiment.model.max_context
     if rollout > max(memory.values()):
         raise UserError(
-            f"Generating with {experiment.model.source} needs {_gib(rollout)} on one device, for the weights and one "
-            f"answer of model.max_context tokens, but the largest has {_gib(max(memory.values()))}: choose a smaller "
+            f"Generating with {experiment.model.source} needs {gib(rollout)} on one device, for the weights and one "
+            f"answer of model.max_context tokens, but the largest has {gib(max(memory.values()))}: choose a smaller "
             "model or context."
         )
 
@@ -209,8 +208,8 @@ def _check_room(experiment: Experiment, runs: Path, model: Model, present: int) 
     needed, free = versions * version + checkpoints * checkpoint - present, shutil.disk_usage(runs).free
     if needed > free:
         raise UserError(
-            f"The run needs about {_gib(needed)} {'more ' if present else ''}in {runs}, for {versions} weight versions "
-            f"of {_gib(version)} and {checkpoints} checkpoints of {_gib(checkpoint)}, but {_gib(free)} are free: make "
+            f"The run needs about {gib(needed)} {'more ' if present else ''}in {runs}, for {versions} weight versions "
+            f"of {gib(version)} and {checkpoints} checkpoints of {gib(checkpoint)}, but {gib(free)} are free: make "
             "room, name another place in HEXFLOW_RUNS, or lower storage.keep_versions or storage.keep_checkpoints."
         )
 
@@ -219,7 +218,3 @@ def _bytes_of(run: RunDirectory) -> int:
     """Size of the run's weight versions and checkpoints."""
     files = [path for root in (run.weights, run.checkpoints) for path in root.rglob("*")]
     return sum(path.stat().st_size for path in files if path.is_file())
-
-
-def _gib(size_bytes: float) -> str:
-    return f"{size_bytes / _GIB:.1f} GiB"

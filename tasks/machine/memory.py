@@ -23,6 +23,11 @@ def memory_bytes() -> tuple[int, int]:
     return total, available
 
 
+def gib(size_bytes: float) -> str:
+    """A size in words."""
+    return f"{size_bytes / 2**30:.1f} GiB"
+
+
 def _numbers(text: str) -> dict[str, int]:
     """The numbers of lines such as `MemTotal:  24611624 kB` and `active_file 4096`, by name."""
     return {name: int(value) for name, value in re.findall(r"^(\w+):? +(\d+)", text, re.MULTILINE)}

@@ -10,7 +10,7 @@ from typing import Any
 from planners.errors import UserError
 from planners.workload.model import ARCHITECTURES, model_from_config
 from tasks.config.sections import ModelSection
-from tasks.machine.memory import memory_bytes
+from tasks.machine.memory import gib, memory_bytes
 from tasks.models.weights import check_weights
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
@@ -123,8 +123,3 @@ def check_memory(source: str, needed_bytes: int) -> None:
             f"{source} needs {gib(needed_bytes)} of memory to be loaded, but {gib(available_bytes)} are available: "
             "end other programs or take a smaller model."
         )
-
-
-def gib(size_bytes: int) -> str:
-    """A size in words."""
-    return f"{size_bytes / 2**30:.1f} GiB"

@@ -21,7 +21,8 @@ from tasks.config.sections import ModelSection
 from tasks.config.settings import Settings
 from tasks.exchange.files import is_temporary, publish_directory, remove_directory
 from tasks.exchange.manifest import Damaged, check_manifest, write_manifest
-from tasks.models.directory import check_context, check_memory, check_user_directory, find_user_directory, gib
+from tasks.machine.memory import gib
+from tasks.models.directory import check_context, check_memory, check_user_directory, find_user_directory
 from tasks.models.shipped import SHIPPED_MODELS, ShippedModel
 
 MANIFEST = "prepared.json"

@@ -6,12 +6,10 @@ from typing import TYPE_CHECKING
 from planners.costs.memory import training_states
 from planners.errors import UserError
 from planners.workload.model import ELEMENT_BYTES, Dtype, read_model
-from tasks.machine.memory import memory_bytes
+from tasks.machine.memory import gib, memory_bytes
 
 if TYPE_CHECKING:  # commands ask for sizes without loading torch
     from tasks.training.ranks import Ranks
-
-_GIB = 1024**3
 
 
 def checkpoint_bytes(parameters: int, dtype: Dtype) -> int:
@@ -39,7 +37,7 @@ def check_memory(
         free = memory_bytes()[1] / ranks.size
     if needed > free:
         raise UserError(
-            f"Training {model_path} needs {needed / _GIB:.1f} GiB for weights, gradients and Adam on each rank, "
-            f"but {free / _GIB:.1f} GiB are free on {ranks.device}: free memory, train on more devices with "
+            f"Training {model_path} needs {gib(needed)} for weights, gradients and Adam on each rank, "
+            f"but {gib(free)} are free on {ranks.device}: free memory, train on more devices with "
             "planner.zero_stage 3, or choose a smaller model."
         )
