@@ -2,7 +2,7 @@
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -29,6 +29,7 @@ from tasks.config.experiment import LAPTOP, Experiment
 from tasks.config.settings import Settings
 from tasks.exchange.files import write_atomic
 from tasks.exchange.ledger import Progress
+from tasks.exchange.ledger.rows import newest_attempts
 from tasks.machine.devices import hold_devices
 from tasks.tracking.curves import Curves
 from tasks.tracking.report import predicted_times, write_report
@@ -136,17 +137,24 @@ def end(run: RunContext, work: Work, how: str, hurry: threading.Event) -> dict[s
                 work.supervisor.end_children(*(CANCEL_S if how == "cancelled" else LEAVE_S), hurry)
         if refusal:
             raise refusal
+        run.ledger.confirm(run.supervisor)  # a summary is the word of who supervises now
         if work.plan and work.tracker and work.curves:
             return report(run, work.plan, work.tracker, work.curves)
         return {}
     finally:
-        run.ledger.confirm(run.supervisor)  # an MLflow run belongs to who supervises now
+        rows = run.ledger.actors(run.run_id)
+        run.ledger.confirm(run.supervisor)  # an MLflow run belongs to who supervises now, and so do these attempts
         if work.tracker:
-            end_tracking(work.tracker, how)
+            end_tracking(work.tracker, how, newest_attempts(rows))
 
 
 def open_tracker(run: RunContext) -> Tracker:
-    """Track the run in MLflow; a resumed one goes on where it was tracked before."""
+    """Track the run in MLflow; a resumed one goes on where it was tracked before.
+
+    Raises:
+        Fenced: another supervisor has taken the run over; its MLflow run was not touched.
+    """
+    run.ledger.confirm(run.supervisor)
     return Tracker.parent(
         os.environ.get("MLFLOW_TRACKING_URI"),
         run.experiment.tracking.experiment,
@@ -158,16 +166,19 @@ def open_tracker(run: RunContext) -> Tracker:
     )
 
 
-def end_tracking(tracker: Tracker, how: str) -> None:
-    """Tell MLflow how the run ended, for its attempts as well: those that were killed could not say so themselves."""
-    end_attempts(os.environ.get("MLFLOW_TRACKING_URI"), tracker.run_id, "KILLED", {})
+def end_tracking(tracker: Tracker, how: str, newest: Mapping[tuple[str, int], int]) -> None:
+    """Tell MLflow how the run ended, for its attempts as well: those that were killed could not say so themselves.
+
+    `newest` is the last attempt of each role and slot: one that came later is another supervisor's.
+    """
+    end_attempts(os.environ.get("MLFLOW_TRACKING_URI"), tracker.run_id, "KILLED", newest)
     tracker.finish(_STATUS[how], flush_s=_CANCEL_FLUSH_S if how == "cancelled" else FLUSH_DEADLINE_S)
 
 
 def record_plan(run: RunContext, plan: ClusterPlan, tracker: Tracker) -> int:
     """Keep the plan with the run and as a plan epoch in the ledger, and show it; returns the epoch."""
+    epoch = run.ledger.add_plan_epoch(run.supervisor, plan)  # first: whoever was replaced leaves the files alone
     write_atomic(run.directory.plan, plan.model_dump_json(indent=2).encode())
-    epoch = run.ledger.add_plan_epoch(run.supervisor, plan)
     tracker.log_artifact(run.directory.experiment)
     tracker.log_artifact(run.directory.plan)
     tracker.log({f"plan/predicted_{name}": value for name, value in predicted_times(plan).items()}, step=0)

@@ -31,6 +31,7 @@ PICKUP_DEADLINE_S = 180.0
 CANCEL_DEADLINE_S = 180.0
 LOST_AFTER_S = 3 * SUPERVISOR_SILENCE_S
 """Silence after which a run that nobody has closed is given up, while the server is away: a busy disk delays beats."""
+_INTERRUPTS = (signal.SIGINT, signal.SIGTERM)
 FINAL = ("COMPLETED", "FAILED", "CRASHED", "CANCELLED")
 STEPS_SHOWN = 8
 PACE_STEPS = 10
@@ -57,8 +58,8 @@ class Books(Protocol):
     def spans(self, run_id: str, since_s: float | None = None) -> list[SpanRow]:
         """Their times that ended after `since_s`."""
 
-    def ask_to_cancel(self, flow_run_id: str) -> None:
-        """Ask for the run's end."""
+    def ask_to_cancel(self, flow_run_id: str) -> bool:
+        """Ask for the run's end; False while there is no run yet."""
 
 
 @dataclass(frozen=True)
@@ -264,27 +265,38 @@ class Follower:
         self._attempts: dict[tuple[str, int], int] = {}
         self._notice = ""
         self._picked_up = False
-        self._is_told = False
+        self._is_told = self._is_asked = False
 
     def follow(self) -> Json:
         """Show the run until it ends; returns the flow run's last state (`type`, `name`, `message`).
 
         A run that no worker picks up is cancelled, and comes back as CRASHED.
         """
-        with self._live or nullcontext(), _sigterm_as_ctrl_c():
+        with self._live or nullcontext(), sigterm_as_ctrl_c():
             try:
+                let_interrupt()
                 return self._watch(None)
             except KeyboardInterrupt:
-                self._announce("Cancelling, which takes up to 3 minutes. Ctrl-C again leaves it to end by itself.")
-            try:
-                self._ask_ledger_to_cancel()
-                return self._watch(time.monotonic() + CANCEL_DEADLINE_S)
-            except KeyboardInterrupt:
-                return {**self._state, "message": "It is left to end by itself: see `hexflow status`."}
+                return self._cancel()
+
+    def cancel(self) -> Json:
+        """Cancel the run, whoever started it, and show it until it ends, as `follow`."""
+        with self._live or nullcontext(), sigterm_as_ctrl_c():
+            return self._cancel()
+
+    def _cancel(self) -> Json:
+        try:
+            self._announce("Cancelling, which takes up to 3 minutes. Ctrl-C again leaves it to end by itself.")
+            return self._watch(time.monotonic() + CANCEL_DEADLINE_S)
+        except KeyboardInterrupt:
+            again = f", `hexflow cancel {self._view.run.run_id}` asks again" if self._view.run else ""
+            return {**self._state, "message": f"It is left to end by itself: `hexflow status` shows it{again}."}
 
     def _watch(self, deadline: float | None) -> Json:
-        """Until the flow run ends; with a deadline it is being cancelled, which the ledger was asked for already."""
+        """Until the flow run ends; with a deadline it is being cancelled."""
         while True:
+            if deadline is not None and not self._is_asked:
+                self._is_asked = self._ask_ledger_to_cancel()
             answered = self._ask_prefect(is_cancelling=deadline is not None)
             self._answered = time.monotonic() if answered else self._answered
             view = self._look()
@@ -303,12 +315,13 @@ class Follower:
                 return self._give_up()
             time.sleep(POLL_S)
 
-    def _ask_ledger_to_cancel(self) -> None:
-        """Where it takes no request, as on a full disk, what Prefect is told must do."""
+    def _ask_ledger_to_cancel(self) -> bool:
+        """Whether it took the request; where it does not, as on a full disk, what Prefect is told must do."""
         try:
-            self._books.ask_to_cancel(self._flow_run_id)
+            return self._books.ask_to_cancel(self._flow_run_id)
         except SQLAlchemyError as error:
             self._announce(f"The ledger did not take the cancellation, which is left to Prefect: {cause_of(error)}.")
+            return False
 
     def _look(self) -> View:
         """The run as the ledger has it now; while that cannot be read, as it was seen last."""
@@ -388,8 +401,18 @@ class Follower:
             self._console.print(line, soft_wrap=True, markup=False)
 
 
+def hold_interrupts() -> None:
+    """Keep Ctrl-C and SIGTERM for later: between a run's start and its being followed they would leave it alone."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, _INTERRUPTS)
+
+
+def let_interrupt() -> None:
+    """Take Ctrl-C and SIGTERM again, also those that were kept."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _INTERRUPTS)
+
+
 @contextmanager
-def _sigterm_as_ctrl_c() -> Iterator[None]:
+def sigterm_as_ctrl_c() -> Iterator[None]:
     """A command that is told to end cancels its run, too: left alone, that would go on and hold the devices."""
 
     def interrupt(number: int, frame: object) -> None:

@@ -15,11 +15,12 @@ from urllib.parse import urlsplit
 
 from filelock import BaseFileLock, FileLock, Timeout
 
-from deployments.local import servers
+from deployments.local import servers, settling
 from deployments.local.servers import HOST, Member, StackState
+from deployments.local.settling import Say
 from deployments.local.worker import worker_name
 from deployments.prefect import setup
-from deployments.prefect.api import PrefectApi, Unreachable
+from deployments.prefect.api import PrefectApi
 from deployments.prefect.versions import local_versions
 from deployments.web import answers, without_password
 from planners.errors import UserError
@@ -40,8 +41,7 @@ WORKER_GRACE_S = 60.0
 SERVER_GRACE_S = 15.0
 PREFECT, MLFLOW, SETUP, WORKER = "prefect", "mlflow", "setup", "worker-"
 PORTS = {PREFECT: 4200, MLFLOW: 5000}
-
-Say = Callable[[str], None]
+_GONE = "Its process was gone when the stack started."
 
 
 @dataclass(frozen=True)
@@ -103,8 +103,8 @@ def _up(settings: Settings, machine: Machine, say: Say) -> Stack:
         state.deployed = fingerprint
         servers.save_state(settings, state)
     _wait_for_workers(settings, state, say)
-    if not is_served:
-        _settle_flow_runs(settings, state, "CRASHED", "Its process was gone when the stack started.", began)
+    if not is_served and PREFECT in state.members:
+        settling.settle_flow_runs(settings, state, "CRASHED", _GONE, began, say)
     return Stack(state.prefect_url, state.mlflow_url)
 
 
@@ -127,13 +127,14 @@ def down(settings: Settings, say: Say = print) -> bool:
         ran = bool(members)
         if others:
             say("Ending workers and what they run.")
+            settling.want_the_end(settings, say)
             _end_workers(others)
         host_pids = [member.pid for member in hosts.values()]
         left = {process for process, _ in servers.marked_processes(settings) if _session(process.pid) not in host_pids}
         ran = ran or bool(left)
         kill_processes(left)
         if state and PREFECT in hosts:
-            _settle_flow_runs(settings, state, "CANCELLED", "Ended by `hexflow down`.", datetime.now(UTC))
+            settling.settle_flow_runs(settings, state, "CANCELLED", "Ended by `hexflow down`.", datetime.now(UTC), say)
         if host_pids:
             say("Ending the servers.")
             end_sessions(host_pids, SERVER_GRACE_S)
@@ -383,42 +384,3 @@ def _wait_for_workers(settings: Settings, state: StackState, say: Say) -> None:
                     raise
                 say(f"The worker of pool {pool} ended while it started; starting it again.")
                 _start(settings, state, _worker(pool), servers.worker_argv(pool, queue))
-
-
-def _settle_flow_runs(settings: Settings, state: StackState, state_type: str, message: str, before: datetime) -> None:
-    """Close flow runs of the own server whose process is gone: a killed worker leaves them Running for ever.
-
-    Those that changed state since `before` may be starting just now.
-    """
-    if PREFECT not in state.members:
-        return
-    api = PrefectApi(state.prefect_url)
-    waiting = ["SCHEDULED"] if state_type == "CANCELLED" else []
-    living = {variables.get("PREFECT__FLOW_RUN_ID") for _, variables in servers.marked_processes(settings)}
-    try:
-        open_runs = api.flow_runs(["RUNNING", "CANCELLING", "PENDING", *waiting])
-        gone = [
-            run["id"]
-            for run in open_runs
-            if run["id"] not in living and datetime.fromisoformat(run["state"]["timestamp"]) < before
-        ]
-        for flow_run_id in gone:
-            api.set_state(flow_run_id, state_type, message, force=True)
-        # Of those that their worker saw die, the ledger has not heard either.
-        crashed = [run["id"] for run in api.flow_runs(["CRASHED"]) if run["id"] not in living]
-    except Unreachable:
-        return
-    if gone or crashed:
-        _settle_runs(settings, state.mlflow_url, {*gone, *crashed}, is_cancelled=state_type == "CANCELLED")
-
-
-def _settle_runs(settings: Settings, mlflow_url: str, flow_run_ids: set[str], is_cancelled: bool) -> None:
-    """Close the runs of flow runs that could not do so, also in MLflow; their actors are fenced: none may go on."""
-    from tasks.exchange.ledger import Ledger
-    from tasks.tracking.tracker import end_run
-
-    ledger, state = Ledger(settings.shared.ledger_url), "cancelled" if is_cancelled else "failed"
-    for run in ledger.list_runs():
-        flow_run_id = run.flow_run_id
-        if run.state == "running" and flow_run_id in flow_run_ids and ledger.settle_run(run.run_id, flow_run_id, state):
-            end_run(mlflow_url, run.mlflow_run_id, "KILLED" if is_cancelled else "FAILED")

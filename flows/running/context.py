@@ -17,15 +17,17 @@ from tasks.exchange.ledger.fence import ACTIVE
 from tasks.lifecycle.scope import this_process
 from tasks.lifecycle.silence import Silence
 from tasks.machine.discovery import discover_machine
-from tasks.machine.processes import is_gone
+from tasks.machine.processes import end_sessions, is_alive, is_gone
 from tasks.readiness import require_free_devices
 from tasks.rewards.python import keep_functions
 from tasks.training.checkpoints import WrittenBy, latest_checkpoint, latest_written_by
 
 SUPERVISOR_SILENCE_S = 20.0
 """Silence after which a run's supervisor counts as gone; it beats every 2 s."""
+_LOOK_DEADLINE_S = 3 * SUPERVISOR_SILENCE_S
 _LONGEST_GAP_S = 5.0
 _POLL_S = 0.5
+_LEAVE_S = 8.0
 
 
 @dataclass(frozen=True)
@@ -122,15 +124,26 @@ def _take_over(
 ) -> RunContext:
     directory, process = RunDirectory(settings.shared.runs / run.run_id), this_process(machine.name)
     supervisor = ledger.take_over(run.run_id, process, flow_run_id, seen)
+    _end_former(supervisor, ledger)
     # Looked for only now: a former trainer may have written one, and deleted others, until it was fenced.
     step = latest_checkpoint(directory, ledger, run.run_id) or 0
     written_by = latest_written_by(directory, ledger, run.run_id)
-    ledger.resume_from(run.run_id, step, supervisor)
+    ledger.resume_from(supervisor, step, "taken over")
     ledger.request_evaluation(supervisor, "before", 0)
     mlflow = run.mlflow_run_id
     return RunContext(
         run.run_id, experiment, directory, ledger, settings, supervisor, process, step, mlflow, machine, written_by
     )
+
+
+def _end_former(supervisor: Actor, ledger: Ledger) -> None:
+    """End what the former supervisor's attempts have here: taking over has fenced them, and they hold devices.
+
+    They leave by themselves at their next beat; one that is stopped or hangs would not.
+    """
+    rows = ledger.actors(supervisor.run_id)
+    former = [row for row in rows if row.assigned_by is not None and row.assigned_by < supervisor.attempt]
+    end_sessions([row.pid for row in former if row.pid and row.process_key and is_alive(row.process_key)], _LEAVE_S)
 
 
 def require_unsupervised(
@@ -151,18 +164,23 @@ def require_unsupervised(
         (attempt, serial) of a supervisor that is gone or silent but has not said that it leaves, else None.
 
     Raises:
-        UserError: its supervisor beats.
+        UserError: its supervisor beats, or the ledger was read too slowly to tell.
     """
-    silence, first = Silence(_LONGEST_GAP_S, clock), None
+    silence, first, give_up = Silence(_LONGEST_GAP_S, clock), None, clock() + _LOOK_DEADLINE_S
     while True:
         row = next(row for row in ledger.actors(run_id) if row.role == "supervisor")
         if row.state not in ACTIVE:
             return None
         seen = (row.attempt, row.serial)
         if first not in (None, seen):
-            raise UserError(f"Run {run_id} is being worked on: cancel its flow run first.")
+            raise UserError(f"Run {run_id} is being worked on: `hexflow cancel {run_id}` ends that first.")
         silent_s = silence.look({row.attempt: row.serial})[row.attempt]
         if silent_s >= SUPERVISOR_SILENCE_S or (row.process_key and is_gone(row.process_key)):
             return seen
+        if clock() > give_up:
+            raise UserError(
+                f"Whether run {run_id} is being worked on could not be told within {_LOOK_DEADLINE_S:.0f} s, so slowly "
+                "was the ledger read: try again when its disk or its server is less busy."
+            )
         first = seen
         pause(_POLL_S)

@@ -18,6 +18,7 @@ from planners.plan.run import MachineShare, RunPlan
 from tasks.exchange.ledger import Actor, ActorRow, Progress
 from tasks.exchange.ledger.fence import ACTIVE, OPEN
 from tasks.lifecycle.silence import Silence
+from tasks.lifecycle.stall import Stall
 from tasks.machine.processes import end_sessions, is_alive
 from tasks.training.checkpoints import latest_checkpoint
 
@@ -62,6 +63,7 @@ class _Child:
     flow_run_ids: list[str] = field(default_factory=list)
     started: float = field(default_factory=time.monotonic)
     has_run: bool = False
+    is_first: bool = False
     row: ActorRow | None = None
     """As last seen in the ledger."""
 
@@ -88,8 +90,7 @@ class Supervisor:
         self._replaced: list[_Child] = []
         self._silence = Silence(max(_LONGEST_GAP_S, self._settings.heartbeat_deadline_s / 4))
         self._restarts = 0
-        self._last_step = -1
-        self._last_step_at = time.monotonic()
+        self._stall = Stall(run.ledger, run.run_id)
 
     def run(self) -> None:
         """Return when every step is trained and both evaluations are recorded.
@@ -167,7 +168,8 @@ class Supervisor:
         after = max((row.attempt for row in rows if (row.role, row.slot) == (role, slot)), default=0)
         machines = [share.machine for share in shares]
         actor = self._run.ledger.assign(self._run.supervisor, role, slot, after, self._epoch, machines)
-        child = self._children[role, slot] = _Child(actor, shares)
+        child = _Child(actor, shares, is_first=(role, slot) not in self._children)
+        self._children[role, slot] = child
         for share in shares:
             child.flow_run_ids.append(self._launcher.start(actor, share, resume_step))
         child.started = time.monotonic()
@@ -185,8 +187,6 @@ class Supervisor:
         ledger, run_id = self._run.ledger, self._run.run_id
         progress = ledger.progress(run_id)
         self._on_progress(progress)
-        if progress.step != self._last_step:
-            self._last_step, self._last_step_at = progress.step, time.monotonic()
         self._raise_if_stalled(progress)
         if progress.step < progress.steps:
             return False
@@ -194,13 +194,12 @@ class Supervisor:
         return all(evaluation.state == "done" for evaluation in ledger.evaluations(run_id).values())
 
     def _raise_if_stalled(self, progress: Progress) -> None:
-        silence_s = time.monotonic() - self._last_step_at
-        # The first step also waits for both sides to start.
-        allowed_s = self._settings.step_deadline_s + (self._settings.start_deadline_s if progress.step == 0 else 0.0)
-        if silence_s > allowed_s:
+        still_s = self._stall.look(progress.step)
+        if still_s > self._settings.step_deadline_s:
+            what = "No step was finished" if progress.step < progress.steps else "The last evaluation did not get on"
             raise RunFailed(
-                f"No step was finished for {silence_s:.0f} s (run.step_deadline_s): step {progress.step} of "
-                f"{progress.steps}; {self._describe_actors()}."
+                f"{what} for {still_s:.0f} s (run.step_deadline_s): step {progress.step} of {progress.steps}; "
+                f"{self._describe_actors()}."
             )
 
     def _describe_actors(self) -> str:
@@ -267,8 +266,9 @@ class Supervisor:
             self._cancel(child)
             return
         log = self._run.directory.log_path(actor.role, actor.slot)
-        if not child.has_run and left.state == "failed":
-            # What failed before it ever worked would fail again: bad input, missing memory.
+        if child.is_first and not child.has_run and left.state == "failed":
+            # What failed before it ever worked would fail again: bad input, missing memory. One that has worked before
+            # may meet what passes: devices not free yet, a file that a next attempt does without.
             raise RunFailed(f"The {_name(actor)} could not start: {fault} (log: {log})")
         if self._restarts >= self._settings.restarts:
             raise RunFailed(f"The {_name(actor)} died: {fault}. The budget run.restarts is spent (log: {log})")
@@ -281,7 +281,7 @@ class Supervisor:
         resume_step = None
         if actor.role == "trainer":
             resume_step = latest_checkpoint(self._run.directory, ledger, self._run.run_id) or 0
-            ledger.resume_from(self._run.run_id, resume_step, self._run.supervisor)
+            ledger.resume_from(self._run.supervisor, resume_step, f"after trainer {actor.attempt}")
         self._start(actor.role, actor.slot, child.shares, resume_step)
 
 

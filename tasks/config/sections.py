@@ -113,7 +113,11 @@ class RunSection(Section):
     checkpoint_every: int = Field(
         default=20, ge=1, description="Steps between checkpoints; the last step always has one."
     )
-    restarts: int = Field(default=3, ge=0, description="Restarts of dead replicas and trainers allowed in all.")
+    restarts: int = Field(
+        default=3,
+        ge=0,
+        description="Restarts of dead replicas and trainers allowed in all; who cannot start the first time gets none.",
+    )
     heartbeat_deadline_s: float = Field(
         default=60.0,
         ge=5,
@@ -124,5 +128,8 @@ class RunSection(Section):
         default=600.0, gt=0, le=LONGEST_S, description="Longest start of a replica or trainer, in seconds."
     )
     step_deadline_s: float = Field(
-        default=1800.0, gt=0, le=LONGEST_S, description="Longest time without a finished step, in seconds."
+        default=1800.0,
+        gt=0,
+        le=LONGEST_S,
+        description="Longest time without a finished step, in seconds; in an evaluation, without an answer.",
     )

@@ -6,7 +6,7 @@ An answer that cannot be scored counts 0, as a wrong one, so that every item cou
 import asyncio
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from tasks.data.split import Examination
@@ -36,7 +36,10 @@ def as_json(results: Mapping[str, EvaluationResult]) -> str:
 
 
 async def evaluate(
-    answerer: Answerer, examinations: Sequence[Examination], concurrency: int
+    answerer: Answerer,
+    examinations: Sequence[Examination],
+    concurrency: int,
+    count_work: Callable[[int], None] = lambda answers: None,
 ) -> dict[str, EvaluationResult]:
     """Answer every item of every examination once greedily and several times at the training temperature.
 
@@ -44,16 +47,21 @@ async def evaluate(
         answerer: answers.
         examinations: what is asked, and how often.
         concurrency: answers in flight at once.
+        count_work: hears of every answer, which shows that the evaluation gets on.
     """
     free = asyncio.Semaphore(concurrency)
     return {
-        examination.name: await _examine(answerer, examination, f"evaluate-{number}", free)
+        examination.name: await _examine(answerer, examination, f"evaluate-{number}", free, count_work)
         for number, examination in enumerate(examinations)
     }
 
 
 async def _examine(
-    answerer: Answerer, examination: Examination, prefix: str, free: asyncio.Semaphore
+    answerer: Answerer,
+    examination: Examination,
+    prefix: str,
+    free: asyncio.Semaphore,
+    count_work: Callable[[int], None],
 ) -> EvaluationResult:
     items, samples = examination.items, examination.samples
     unscored: Counter[Outcome] = Counter()
@@ -61,6 +69,7 @@ async def _examine(
     async def reward(name: str, index: int, temperature: float) -> float:
         async with free:
             trajectory = await answerer.answer_once(f"{prefix}-{name}", items[index], temperature)
+        count_work(1)
         if trajectory.masked:
             unscored[trajectory.outcome] += 1
             return 0.0

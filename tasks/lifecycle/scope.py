@@ -81,6 +81,10 @@ class ActorScope:
         """Set what the next beats say: a state (`starting`, `running`) and what the actor is doing or waiting for."""
         self._state, self._message = state, message
 
+    def say(self, message: str) -> None:
+        """Set what the next beats say besides the state."""
+        self._message = message
+
     def add_work(self, amount: int = 1) -> None:
         """Count work done, of whatever unit shows that the actor gets on."""
         self._work += amount

@@ -8,6 +8,8 @@ import argparse
 import asyncio
 import logging
 import os
+import signal
+import threading
 import time
 from dataclasses import dataclass
 from functools import partial
@@ -20,14 +22,16 @@ from tasks.config.files import read_resolved_experiment
 from tasks.config.settings import load_settings
 from tasks.exchange.layout import RunDirectory
 from tasks.exchange.ledger import Actor, Ledger
-from tasks.exchange.weights import verify_weights
 from tasks.lifecycle.scope import ActorScope, this_process
 from tasks.machine.processes import apply_device_environment, die_with_parent
 from tasks.models.prepare import find_model
 from tasks.rollout.replica import Replica, ReplicaParts
 from tasks.rollout.serving import AnsweringSetup, open_answerer
-from tasks.tracking.tracker import Tracker
+from tasks.rollout.versions import WholeVersions
+from tasks.tracking.tracker import Tracker, attempt_tags
 
+LEAVE_S = 25.0
+"""Longest time that a replica takes to leave by itself; Prefect kills a cancelled flow 30 s after telling it."""
 _log = logging.getLogger(__name__)
 
 
@@ -60,14 +64,26 @@ def main() -> None:
 async def join(ledger: Ledger, actor: Actor, plan: ReplicaPlan) -> None:
     """Be the replica in the ledger for as long as it serves."""
     end, loop = End(asyncio.Event(), asyncio.Event()), asyncio.get_running_loop()
-    with ActorScope(
-        ledger,
-        actor,
-        this_process(plan.machine),
-        lambda reason: loop.call_soon_threadsafe(end.leaving.set),
-        on_drain=lambda: loop.call_soon_threadsafe(end.draining.set),
-    ) as scope:
+
+    def leave(reason: str) -> None:
+        end_soon()
+        loop.call_soon_threadsafe(end.leaving.set)
+
+    def drain() -> None:
+        loop.call_soon_threadsafe(end.draining.set)
+
+    with ActorScope(ledger, actor, this_process(plan.machine), leave, on_drain=drain) as scope:
         await serve(ledger, scope, plan, end)
+
+
+def end_soon() -> None:
+    """End this process after LEAVE_S, wherever it is then: starting an engine, or in a ledger that takes no writes.
+
+    Whoever started it ends what it leaves behind, and the ledger gives out again what it held.
+    """
+    timer = threading.Timer(LEAVE_S, os._exit, [128 + signal.SIGTERM])
+    timer.daemon = True
+    timer.start()
 
 
 async def serve(ledger: Ledger, scope: ActorScope, plan: ReplicaPlan, end: End) -> None:
@@ -77,8 +93,9 @@ async def serve(ledger: Ledger, scope: ActorScope, plan: ReplicaPlan, end: End) 
     experiment = read_resolved_experiment(run.experiment)
     model_path = find_model(experiment.model, settings)
     scope.report("starting", "waiting for the weights to begin with")
-    lineage, number, weights_path = await first_weights(ledger, actor, run, experiment, model_path)
-    scope.report("starting", f"starting vLLM with version {number}")
+    versions = WholeVersions(ledger, actor, run, scope.say)
+    lineage, number, weights_path = await first_weights(ledger, actor, versions, experiment, model_path)
+    scope.report("starting", "; ".join([f"starting vLLM with version {number}", *versions.damaged.values()]))
     setup = AnsweringSetup(
         model_path,
         weights_path,
@@ -97,7 +114,7 @@ async def serve(ledger: Ledger, scope: ActorScope, plan: ReplicaPlan, end: End) 
             os.environ.get("MLFLOW_TRACKING_URI"),
             partial(ledger.mlflow_run, actor.run_id),
             f"replica-{actor.slot}",
-            {"hexflow.role": "replica", "hexflow.slot": str(actor.slot), "hexflow.attempt": str(actor.attempt)},
+            attempt_tags(actor.role, actor.slot, actor.attempt),
         )
         replica = Replica(
             ReplicaParts(
@@ -111,7 +128,8 @@ async def serve(ledger: Ledger, scope: ActorScope, plan: ReplicaPlan, end: End) 
                 tracker,
                 setup.concurrency,
                 scope.add_work,
-                partial(scope.report, "running"),
+                scope.say,
+                versions,
             )
         )
         scope.report("running")
@@ -139,13 +157,13 @@ async def _drain_when_told(end: End, replica: Replica) -> None:
 
 
 async def first_weights(
-    ledger: Ledger, actor: Actor, run: RunDirectory, experiment: Experiment, model_path: Path
+    ledger: Ledger, actor: Actor, versions: WholeVersions, experiment: Experiment, model_path: Path
 ) -> tuple[int, int, Path]:
     """(lineage, number, directory) to start the engine with.
 
     The prepared model is version 0 by definition. A run's first lineage begins with it, so that generation does not
     wait for the trainer's start; and whoever comes before the first evaluation is done takes it, or nobody could do
-    that evaluation any more. Later the newest version that can be read is taken.
+    that evaluation any more. Later the newest version that is whole is taken.
 
     Raises:
         UserError: no version could be read within `run.start_deadline_s`.
@@ -159,15 +177,12 @@ async def first_weights(
         row = ledger.find_run(run_id=actor.run_id)
         if latest is None and row is not None and row.lineage == 0:
             return 0, 0, model_path
-        if latest is not None:
-            path = run.weights_path(*latest)
-            if path.exists() and ledger.claim_version(actor, *latest):
-                verify_weights(path)
-                return (*latest, path)
+        if (found := versions.claim_newest()) is not None:
+            return (*found[0], found[1])
         await asyncio.sleep(0.5)
     raise UserError(
-        f"The trainer of run {actor.run_id} published no weights within run.start_deadline_s "
-        f"({experiment.run.start_deadline_s:.0f} s): see its log in {run.logs}."
+        f"The trainer of run {actor.run_id} published no weights that can be read within run.start_deadline_s "
+        f"({experiment.run.start_deadline_s:.0f} s): {'; '.join(versions.damaged.values()) or 'see its log'}."
     )
 
 

@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from statistics import fmean
 
 from planners.errors import UserError
@@ -19,9 +20,9 @@ from tasks.evaluation.examine import as_json, evaluate
 from tasks.exchange.layout import RunDirectory
 from tasks.exchange.ledger import Actor, Lease, Ledger
 from tasks.exchange.trajectories import Group, Trajectory, save_group
-from tasks.exchange.weights import verify_weights
 from tasks.rollout.answering import Answerer
 from tasks.rollout.engine import Engine
+from tasks.rollout.versions import WholeVersions
 from tasks.tracking.tracker import Tracker
 
 _POLL_S = 0.2
@@ -47,6 +48,7 @@ class ReplicaParts:
     concurrency: int
     count_work: Callable[[int], None]
     say: Callable[[str], object]
+    versions: WholeVersions
 
 
 @dataclass
@@ -58,6 +60,7 @@ class _Activity:
     response_tokens: int = 0
     reported: float = field(default_factory=time.monotonic)
     wait_s: float = 0.0
+    spans: int = 0
 
 
 class Replica:
@@ -194,18 +197,15 @@ class Replica:
 
     async def _follow_versions(self) -> None:
         while True:
-            latest = await asyncio.to_thread(self._p.ledger.latest_version, self._p.actor.run_id)
-            if latest is not None and latest != self._p.engine.loaded:
-                await self._load(*latest)
+            found = await asyncio.to_thread(self._p.versions.claim_newest, self._p.engine.loaded)
+            if found is not None:
+                (lineage, number), path = found
+                await self._load(lineage, number, path)
                 self._changed.set()
             await asyncio.sleep(_POLL_S)
 
-    async def _load(self, lineage: int, number: int) -> None:
+    async def _load(self, lineage: int, number: int, path: Path) -> None:
         ledger, actor = self._p.ledger, self._p.actor
-        path = self._p.run.weights_path(lineage, number)
-        if not path.exists() or not await asyncio.to_thread(ledger.claim_version, actor, lineage, number):
-            return  # not visible here yet, or superseded before the claim: the next poll asks again
-        await asyncio.to_thread(verify_weights, path)
         if lineage != self._p.engine.loaded[0]:
             # The trainer went back to a checkpoint: tokens of versions above it come from a policy that is no more.
             await self._abort([*self._in_flight])
@@ -218,7 +218,7 @@ class Replica:
         self._draining = False
         load_s = time.monotonic() - started
         self._p.count_work(1)
-        await asyncio.to_thread(ledger.record_span, actor, "load", load_s)
+        await asyncio.to_thread(ledger.record_span, actor, "load", f"version {lineage} {number}", load_s)
         await self._abort([lease.group_id for lease in self._in_flight.values() if self._is_late(lease, number)])
         self._track(number, load_s)
 
@@ -234,7 +234,8 @@ class Replica:
                 return False
             _log.info("evaluating version %d (%s)", request.version, request.purpose)
             self._p.say(f"evaluating version {request.version}, {request.purpose} training")
-            result = await evaluate(self._p.answerer, self._p.questions.examinations, self._p.concurrency)
+            examinations, count = self._p.questions.examinations, self._p.count_work
+            result = await evaluate(self._p.answerer, examinations, self._p.concurrency, count)
             await asyncio.to_thread(self._p.ledger.record_evaluation, self._p.actor, request.purpose, as_json(result))
             self._p.say("")
         # The time went into the evaluation, not into waiting for the trainer.
@@ -264,7 +265,8 @@ class Replica:
 
     def _record(self, kind: str, seconds: float) -> None:
         if seconds > 0.01:
-            self._p.ledger.record_span(self._p.actor, kind, seconds)
+            self._p.ledger.record_span(self._p.actor, kind, f"{self._activity.spans}", seconds)
+            self._activity.spans += 1
 
     async def _report_activity(self) -> None:
         while True:

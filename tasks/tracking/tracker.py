@@ -306,40 +306,59 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
     return flat
 
 
-def end_attempts(tracking_uri: str | None, parent_run_id: str | None, status: Status, tags: Mapping[str, str]) -> int:
+def end_attempts(
+    tracking_uri: str | None, parent_run_id: str | None, status: Status, newest: Mapping[tuple[str, int], int]
+) -> int:
     """End the child runs that dead attempts left RUNNING; returns how many. A failure is logged, never raised.
 
     Args:
         tracking_uri: as for `Tracker.parent`; without it, or without a parent, there is nothing to end.
         parent_run_id: MLflow's id of the parent run.
         status: what they become.
-        tags: only children with all of these, such as `{"hexflow.role": "replica", "hexflow.slot": "0"}`.
+        newest: by role and slot, the newest attempt that is over. Those after it are of who supervises next.
     """
     if not tracking_uri or not parent_run_id:
         return 0
     client = _client(tracking_uri)
-    wanted = {"mlflow.parentRunId": parent_run_id, **tags}
-    conditions = [f"tags.`{name}` = '{value}'" for name, value in wanted.items()]
+    condition = f"tags.`mlflow.parentRunId` = '{parent_run_id}' and attributes.status = 'RUNNING'"
     ended = 0
     with _logged("end the runs of dead attempts"):
         experiment = client.get_run(parent_run_id).info.experiment_id
-        for run in client.search_runs([experiment], " and ".join([*conditions, "attributes.status = 'RUNNING'"])):
-            client.set_terminated(run.info.run_id, status)
-            ended += 1
+        for run in client.search_runs([experiment], condition):
+            if _is_up_to(run.data.tags, newest):
+                client.set_terminated(run.info.run_id, status)
+                ended += 1
     return ended
 
 
-def end_run(tracking_uri: str | None, run_id: str | None, status: Status) -> None:
+def attempt_tags(role: str, slot: int, attempt: int) -> dict[str, str]:
+    """The tags by which the run of an attempt is known."""
+    return {"hexflow.role": role, "hexflow.slot": str(slot), "hexflow.attempt": str(attempt)}
+
+
+def _is_up_to(tags: Mapping[str, str], newest: Mapping[tuple[str, int], int]) -> bool:
+    """Whether these are the tags of an attempt that is not newer than `newest` says."""
+    return any(
+        tags.items() >= attempt_tags(role, slot, attempt).items()
+        for (role, slot), last in newest.items()
+        for attempt in range(1, last + 1)
+    )
+
+
+def end_run(
+    tracking_uri: str | None, run_id: str | None, status: Status, newest: Mapping[tuple[str, int], int]
+) -> None:
     """End a run, and its attempts, whose processes were killed and left it RUNNING. A failure is logged, never raised.
 
     Args:
         tracking_uri: as for `Tracker.parent`; without it, or without a run, there is nothing to end.
         run_id: MLflow's id of the parent run.
         status: what they become; a run that has ended keeps its own.
+        newest: as for `end_attempts`.
     """
     if not tracking_uri or not run_id:
         return
-    end_attempts(tracking_uri, run_id, status, {})
+    end_attempts(tracking_uri, run_id, status, newest)
     client = _client(tracking_uri)
     with _logged("end the run"):
         if client.get_run(run_id).info.status == "RUNNING":

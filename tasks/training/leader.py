@@ -10,7 +10,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,10 +23,12 @@ from tasks.exchange.ledger import Actor, GroupRow, Ledger
 from tasks.exchange.trajectories import GroupOutline, Outcome, delete_payloads, found_payloads
 from tasks.exchange.weights import delete_unused, found_versions, publish_weights
 from tasks.lifecycle.scope import ActorScope, say_last_word
+from tasks.lifecycle.stall import Stall
 from tasks.tracking.tracker import Tracker
 from tasks.training.checkpoints import delete_checkpoints, found_checkpoints
 from tasks.training.export import write_weights
 
+TELL_EVERY_S = 5.0
 _POLL_S = 0.1
 _LEDGER_S, _MLFLOW_S = 5.0, 1.0  # longest times that telling them holds up a process that was told to end
 _SIGTERM_STATUS = 128 + signal.SIGTERM
@@ -54,23 +56,28 @@ class Leader:
         """Raise Fenced if another trainer has taken over."""
         self.ledger.confirm(self.actor)
 
-    def take_groups(self, step: int) -> tuple[list[GroupRow], float]:
+    def take_groups(self, step: int, meanwhile: Callable[[], object]) -> tuple[list[GroupRow], float]:
         """The groups of `step` in the ledger's order, and the seconds spent waiting for them.
 
+        `meanwhile` is called every TELL_EVERY_S of the wait: other ranks may not wait for longer in one collective.
+
         Raises:
-            UserError: they did not come within the deadline; the message names who is silent.
+            UserError: they did not come within the deadline, in which nothing else moved either; the message names who
+                is silent.
         """
-        settings = self.experiment.run
-        # The first step also waits for the replicas to start.
-        deadline_s = settings.step_deadline_s + (settings.start_deadline_s if step == 0 else 0.0)
-        started = time.monotonic()
+        deadline_s, started = self.experiment.run.step_deadline_s, time.monotonic()
+        told = started
+        stall = Stall(self.ledger, self.actor.run_id)
         self.scope.report("running", f"waiting for the groups of step {step}")
         while (rows := self.ledger.take_groups(self.actor, step)) is None:
-            if time.monotonic() - started > deadline_s:
+            if stall.look() > deadline_s:
                 raise UserError(self._describe_silence(step, deadline_s))
+            if time.monotonic() - told > TELL_EVERY_S:
+                told = time.monotonic()
+                meanwhile()
             time.sleep(_POLL_S)
         wait_s = time.monotonic() - started
-        self.ledger.record_span(self.actor, "wait", wait_s)
+        self.ledger.record_span(self.actor, "wait", f"step {step}", wait_s)
         self.scope.report("running", f"training step {step}")
         return rows, wait_s
 

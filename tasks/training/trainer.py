@@ -25,7 +25,7 @@ from tasks.lifecycle.scope import ActorScope, this_process
 from tasks.machine.processes import apply_device_environment, die_with_parent
 from tasks.models.dtypes import torch_dtype
 from tasks.models.prepare import find_model
-from tasks.tracking.tracker import Status, Tracker
+from tasks.tracking.tracker import Status, Tracker, attempt_tags
 from tasks.training.checkpoints import load_checkpoint, save_checkpoint
 from tasks.training.engine import Engine, StepResult, load_engine
 from tasks.training.groups import permute_advantages, with_advantages
@@ -34,6 +34,7 @@ from tasks.training.memory import check_memory
 from tasks.training.ranks import Ranks, join_ranks
 
 MAX_SKIPPED_STEPS = 5  # steps in a row with an update that was not finite, before the run is given up
+_NOT_YET = -1
 TRUNCATION_WARNING = 0.5  # share of answers cut off by the length limit that is worth a warning
 _log = logging.getLogger(__name__)
 
@@ -69,13 +70,13 @@ class Trainer:
 
     def _step(self, step: int) -> None:
         started = time.monotonic()
-        rows, wait_s = self._leader.take_groups(step) if self._leader else ([], 0.0)
+        rows, wait_s = self._leader.take_groups(step, self._say_not_yet) if self._leader else ([], 0.0)
         groups = self._open(rows, step)
         train_started = time.monotonic()
         result = self._update(groups, step)
         train_s = time.monotonic() - train_started
         if self._leader:
-            self._leader.ledger.record_span(self._leader.actor, "busy", train_s)
+            self._leader.ledger.record_span(self._leader.actor, "busy", f"step {step}", train_s)
         publish_s = self._publish(step + 1)
         checkpoint_s = self._checkpoint(step + 1)
         if self._leader:
@@ -100,7 +101,8 @@ class Trainer:
         From the outlines every rank knows which groups teach something and which answers are its own, and reads those.
         """
         count = self._experiment.workload.prompts_per_step
-        ids = self._ranks.share([row.group_id for row in rows] or [0] * count)
+        while (ids := self._ranks.share([row.group_id for row in rows] or [0] * count)) == [_NOT_YET] * count:
+            pass  # rank 0 still waits for them
         groups = [open_group(self._run.group_path(group_id)) for group_id in ids]
         bound = self._experiment.workload.max_staleness
         for group in groups:
@@ -112,6 +114,10 @@ class Trainer:
                     f"older than step {step}"
                 )
         return groups
+
+    def _say_not_yet(self) -> None:
+        """Let the other ranks, which wait for the step's groups in a collective with a deadline, begin another one."""
+        self._ranks.share([_NOT_YET] * self._experiment.workload.prompts_per_step)
 
     def _update(self, groups: list[StoredGroup], step: int) -> StepResult:
         batch = with_advantages(groups, self._experiment.algorithm)
@@ -132,7 +138,9 @@ class Trainer:
         weights = self._engine.state_dict(torch_dtype(self._experiment.model.dtype))
         if self._leader:
             self._leader.publish(number, weights)
-            self._leader.ledger.record_span(self._leader.actor, "publish", time.monotonic() - started)
+            self._leader.ledger.record_span(
+                self._leader.actor, "publish", f"version {number}", time.monotonic() - started
+            )
         return time.monotonic() - started
 
     def _checkpoint(self, step: int) -> float:
@@ -146,7 +154,9 @@ class Trainer:
         if self._leader:
             self._leader.delete_checkpoints()
             self._leader.delete_payloads()
-            self._leader.ledger.record_span(self._leader.actor, "publish", time.monotonic() - started)
+            self._leader.ledger.record_span(
+                self._leader.actor, "publish", f"checkpoint {step}", time.monotonic() - started
+            )
         return time.monotonic() - started
 
 
@@ -193,7 +203,7 @@ def lead(args: argparse.Namespace, experiment: Experiment) -> None:
                 os.environ.get("MLFLOW_TRACKING_URI"),
                 partial(ledger.mlflow_run, args.run),
                 "trainer",
-                {"hexflow.role": "trainer", "hexflow.slot": "0", "hexflow.attempt": str(actor.attempt)},
+                attempt_tags(actor.role, actor.slot, actor.attempt),
             )
             train(args, experiment, Leader(run, experiment, model_path, ledger, actor, lineage, scope, tracker))
         status = "FINISHED"

@@ -26,7 +26,7 @@ from tasks.machine.processes import ProcessGroup
 from tasks.training.checkpoints import found_checkpoints
 from tasks.training.groups import with_advantages
 from tasks.training.launch import run_ranks, run_trainer
-from tests.support.ledger import assign, join
+from tests.support.ledger import assign, go_back, join
 from tests.support.plan import run_plan
 from tests.support.trainer import RUN, make_run
 from tests.support.training import free_port, make_engine, parameters_of, random_groups, save_tiny_model
@@ -142,7 +142,7 @@ def test_a_trainer_that_is_ended_and_resumed_trains_like_one_that_was_not(settin
     assert trainer_says(ledger) == ("failed", "ended by SIGTERM")
     assert found_checkpoints(run) == [(0, 2)]
 
-    assert ledger.resume_from(RUN, 2) == 1
+    assert go_back(ledger, 2, RUN) == 1
     replica = FakeReplica(ledger, run, limit=100)
     replica.start()
     run_trainer(RUN, 0, "here", assign(ledger, "trainer", run_id=RUN).attempt, resume_step=2)

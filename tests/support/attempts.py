@@ -38,8 +38,8 @@ class Attempts:
     def __init__(self, ledger: Ledger, run_id: str, dice: random.Random) -> None:
         self.ledger, self.run_id, self.dice = ledger, run_id, dice
         self.flow_runs = [f"{run_id}-flow-0"]
-        self.asked: set[str] = set()
-        self.run_state = "running"
+        self.is_asked = False
+        self.run_state, self.lineage = "running", 0
         first = begin(ledger, run_id, (2, 1, 9), flow_run_id=self.flow_runs[0])
         key = next(row.process_key for row in ledger.actors(run_id))
         self.supervisor = Row(1, "starting", key, 1)
@@ -72,9 +72,8 @@ class Attempts:
     def take_over(self) -> None:
         is_retry = self.dice.random() < 0.3
         flow_run_id = self.flow_runs[-1] if is_retry else f"{self.run_id}-flow-{len(self.flow_runs)}"
-        if not is_retry and self.dice.random() < 0.2:
-            self.asked.add(flow_run_id)
-            self.ledger.ask_to_cancel(flow_run_id)
+        if not is_retry:
+            assert not self.ledger.ask_to_cancel(flow_run_id), "there is no run of that flow run yet"
         stale = self.dice.choice([0, 0, 1])
         seen, process = (self.supervisor.attempt, self.supervisor.serial - stale), a_process()
         is_silent = is_retry or not stale or self.supervisor.state not in ACTIVE
@@ -82,9 +81,8 @@ class Attempts:
         taken = self.call(may, lambda: self.ledger.take_over(self.run_id, process, flow_run_id, seen), UserError)
         if taken is None:
             return
-        if is_retry:
-            self.asked.discard(flow_run_id)
-        else:
+        self.is_asked = False
+        if not is_retry:
             self.flow_runs.append(flow_run_id)
         for row in self.slots.values():
             row.state = "fenced" if row.state in OPEN else row.state
@@ -128,6 +126,17 @@ class Attempts:
         ]
         self.call(self.rules(supervisor), self.dice.choice(decisions))
 
+    def go_back(self) -> None:
+        """To the checkpoint before the first step; its trainer is fenced, and an answer that was lost comes again."""
+        supervisor, key = self.dice.choice(self.supervisors), f"{self.dice.random()}"
+        lineage = self.call(self.rules(supervisor), lambda: self.ledger.resume_from(supervisor, 0, key))
+        if lineage is not None:
+            self.lineage += 1
+            assert lineage == self.lineage
+            trainer = self.slots.get(("trainer", 0))
+            if trainer and trainer.state in OPEN:
+                trainer.state = "fenced"
+
     def close(self) -> None:
         supervisor, state = self.dice.choice(self.supervisors), self.dice.choice(["failed", "cancelled"])
         stands = self.call(self.rules(supervisor), lambda: self.ledger.close_run(supervisor, state))
@@ -139,9 +148,12 @@ class Attempts:
             assert stands == self.run_state
 
     def settle(self) -> None:
-        flow_run_id, state = self.dice.choice(self.flow_runs), self.dice.choice(["failed", "cancelled"])
-        is_meant = flow_run_id == self.flow_runs[-1] and self.run_state in ("running", state)
-        assert self.call(True, lambda: self.ledger.settle_run(self.run_id, flow_run_id, state)) == is_meant
+        """Somebody saw a supervisor, then found that its process is gone; meanwhile it may have beaten after all."""
+        supervisor, state = self.dice.choice(self.supervisors[-2:]), self.dice.choice(["failed", "cancelled"])
+        seen = self.supervisor.serial - self.dice.choice([0, 0, 1])
+        is_meant = (supervisor.attempt, seen) == (self.supervisor.attempt, self.supervisor.serial)
+        is_meant = is_meant and self.run_state in ("running", state)
+        assert self.call(True, lambda: self.ledger.settle_run(supervisor, seen, state)) == is_meant
         if is_meant:
             self.run_state = state
             for row in [self.supervisor, *self.slots.values()]:
@@ -150,8 +162,10 @@ class Attempts:
     def ask(self) -> None:
         """Somebody wants the end of the run as one of its flow runs has it."""
         flow_run_id = self.dice.choice(self.flow_runs[-2:])
-        self.asked.add(flow_run_id)
-        self.call(True, lambda: self.ledger.ask_to_cancel(flow_run_id))
+        is_meant = flow_run_id == self.flow_runs[-1]
+        assert self.call(True, lambda: self.ledger.ask_to_cancel(flow_run_id)) == is_meant
+        if is_meant and self.supervisor.state in ACTIVE:
+            self.is_asked = True
 
     def supervisor_beats(self) -> None:
         supervisor = self.dice.choice(self.supervisors[-2:])
@@ -161,8 +175,7 @@ class Attempts:
             return
         beat = self.ledger.heartbeat(supervisor)
         self.supervisor.state, self.supervisor.serial = "running", self.supervisor.serial + 1
-        is_asked = self.flow_runs[-1] in self.asked and self.run_state == "running"
-        assert beat.wanted == ("leave" if is_asked else "run")
+        assert beat.wanted == ("leave" if self.is_asked and self.run_state == "running" else "run")
 
     # Actors
 
@@ -217,14 +230,14 @@ class Attempts:
     def random_action(self) -> None:
         actions = [self.assign, self.register, self.beat, self.work, self.supervisor_beats] * 3
         actions += [self.fence, self.finish, self.ask] * 2
-        actions += [self.take_over, self.decide, self.close, self.settle]
+        actions += [self.take_over, self.decide, self.go_back, self.close, self.settle]
         self.dice.choice(actions)()
 
     def compare(self) -> None:
         """The ledger says the same as the model, and only who is at work holds anything."""
         run = self.ledger.find_run(run_id=self.run_id)
         assert run is not None
-        assert (run.state, run.flow_run_id) == (self.run_state, self.flow_runs[-1])
+        assert (run.state, run.flow_run_id, run.lineage) == (self.run_state, self.flow_runs[-1], self.lineage)
         found = {
             (row.role, row.slot): Row(row.attempt, row.state, row.process_key, row.serial, row.assigned_by)
             for row in self.ledger.actors(self.run_id)

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from sqlalchemy import CTE, ColumnElement, Connection, Table, case, insert, literal, select
+from sqlalchemy import CTE, ColumnElement, Connection, String, Table, case, cast, insert, literal, select
 
 from tasks.exchange.ledger import Actor, Lease, Ledger
 from tasks.exchange.ledger.database import now_s
@@ -63,7 +63,10 @@ class History:
 
     def take_back_a_step(self, call: Call) -> None:
         """Resume from the checkpoint before the last step: its groups are scored again, and all leases are lost."""
-        self.lineage = call("resume_from", lambda: self.ledger.resume_from(RUN, self.step - 1, self.trainer))
+        back = (self.supervisor, self.step - 1, f"from step {self.step}")
+        self.lineage = call("resume_from", lambda: self.ledger.resume_from(*back))
+        assert call("resume_from, again", lambda: self.ledger.resume_from(*back)) == self.lineage
+        self.trainer = join(self.ledger, "trainer", run_id=RUN)
         self.step -= 1
         self._leases.clear()
         self._scored += B
@@ -91,10 +94,10 @@ class History:
         return replica, lease
 
     def _work(self, call: Call) -> None:
-        ledger = self.ledger
+        ledger, step = self.ledger, self.step
         for actor in (self.supervisor, self.trainer, *self.replicas):
             call("heartbeat", lambda: ledger.heartbeat(actor, "running", "at work"))  # noqa: B023
-            call("record_span", lambda: ledger.record_span(actor, "busy", 1.0))  # noqa: B023
+            call("record_span", lambda: ledger.record_span(actor, "busy", f"step {step}", 1.0))  # noqa: B023
         call("claim_evaluation, none to have", lambda: ledger.claim_evaluation(self.replicas[0], self.step))
         call("confirm", lambda: ledger.confirm(self.supervisor))
         call("lineage_of", lambda: ledger.lineage_of(self.trainer))
@@ -178,7 +181,7 @@ def _fill_steps(connection: Connection, first: int, end: int, past_steps: int) -
     version = {"lineage": literal(0), "number": step, "state": literal("retired"), "path": literal("path")}
     _insert(connection, policy_versions, rows, {**version, "created_s": now_s()})
     for role, kind in (("trainer", "busy"), ("replica", "busy"), ("replica", "wait")):
-        times = {"kind": literal(kind), "start_s": end_s - 1, "end_s": end_s}
+        times = {"kind": literal(kind), "span_key": cast(step, String), "start_s": end_s - 1, "end_s": end_s}
         _insert(connection, spans, rows, {**_holder(role), **times})
 
 

@@ -58,6 +58,11 @@ def fence(ledger: Ledger, actor: Actor) -> None:
     assert ledger.fence(supervisor_of(ledger, actor.run_id), actor) is not None
 
 
+def go_back(ledger: Ledger, step: int, run_id: str = RUN) -> int:
+    """Resume from the checkpoint of `step`, as the run's supervisor does; returns the new lineage."""
+    return ledger.resume_from(supervisor_of(ledger, run_id), step, f"go-back-{next(_keys)}")
+
+
 def load(ledger: Ledger, replica: Actor, version: tuple[int, int]) -> None:
     assert ledger.claim_version(replica, *version)
     ledger.set_loaded(replica, *version)

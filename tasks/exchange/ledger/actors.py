@@ -25,7 +25,7 @@ from tasks.exchange.ledger.fence import (
 )
 from tasks.exchange.ledger.groups import LEASE_LOST, drop_groups
 from tasks.exchange.ledger.rows import Actor, ActorRow, Beat, Fenced, Process
-from tasks.exchange.ledger.schema import actors, cancellations, evaluations, groups, runs, weight_claims
+from tasks.exchange.ledger.schema import actors, evaluations, groups, runs, weight_claims
 
 ROLES = ("trainer", "replica")
 """What a supervisor gives out."""
@@ -264,15 +264,10 @@ def _assigned_by(connection: Connection, actor: Actor) -> int | None:
 
 def _answer(connection: Connection, actor: Actor) -> Beat:
     """What the ledger wants of an actor that has just beaten."""
-    state, flow_run_id = connection.execute(
-        select(runs.c.state, runs.c.flow_run_id).where(runs.c.run_id == actor.run_id)
-    ).one()
-    if actor.role == "supervisor":
-        asked = select(cancellations.c.flow_run_id).where(cancellations.c.flow_run_id == flow_run_id)
-        wanted = "leave" if state == "running" and connection.scalar(asked) is not None else "run"
-    else:
-        told = select(actors.c.wanted).where(*rows_of(actor, actors))
-        wanted = str(connection.scalar(told)) if state == "running" else "leave"
+    is_running = connection.scalar(select(runs.c.state).where(runs.c.run_id == actor.run_id)) == "running"
+    wanted = str(connection.scalar(select(actors.c.wanted).where(*rows_of(actor, actors))))
+    if not is_running:
+        wanted = "run" if actor.role == "supervisor" else "leave"  # who supervises ends the run that is over
     attempt, serial = connection.execute(
         select(actors.c.attempt, actors.c.serial)
         .where(actors.c.run_id == actor.run_id, actors.c.role == "supervisor")

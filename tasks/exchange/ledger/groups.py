@@ -25,7 +25,6 @@ from sqlalchemy import (
     exists,
     func,
     insert,
-    not_,
     or_,
     select,
     true,
@@ -35,7 +34,7 @@ from sqlalchemy import (
 from planners.errors import UserError
 from planners.staleness import choose_groups, may_lease
 from tasks.exchange.ledger.database import Database, now_s
-from tasks.exchange.ledger.fence import OPEN, require_active, rows_of, run_of
+from tasks.exchange.ledger.fence import OPEN, require_active, require_supervisor, rows_of, run_of
 from tasks.exchange.ledger.rows import Actor, GroupRow, Lease, RunRow, columns_of
 from tasks.exchange.ledger.schema import (
     actors,
@@ -241,7 +240,7 @@ class Groups(Database):
             _record_totals(connection, run.run_id, step)
             return _consumed_by(connection, run.run_id, step)
 
-    def resume_from(self, run_id: str, step: int, actor: Actor | None = None) -> int:
+    def resume_from(self, supervisor: Actor, step: int, key: str) -> int:
         """Go back to the checkpoint of `step`, the next step to train, in a new lineage; one transaction.
 
         The trainer of the old lineage is fenced; versions above `step` are abandoned; groups consumed at `step` or
@@ -251,30 +250,34 @@ class Groups(Database):
         gets its row here, without metrics.
 
         Args:
-            run_id: the run.
+            supervisor: who decides it.
             step: steps behind the checkpoint.
-            actor: the supervisor or trainer that decides it, whose fence is checked; None for a person. A trainer that
-                decides it goes on in the new lineage.
+            key: the supervisor's name for this going back, another one each time. Asking again under the key of the
+                last one, after an answer that was lost, changes nothing and gives the same lineage.
 
         Returns:
             The new lineage.
 
         Raises:
-            Fenced: this actor is no longer current.
+            Fenced: this supervisor is no longer current.
             UserError: the ledger has not seen the steps before `step`.
         """
+        run_id = supervisor.run_id
+        name = f"{supervisor.attempt}/{key}"
         with self.write(run_id) as connection:
+            require_supervisor(connection, supervisor)
             run = run_of(connection, run_id)
-            if actor is not None:
-                require_active(connection, actor)
+            if connection.scalar(select(runs.c.resumed_by).where(runs.c.run_id == run_id)) == name:
+                return run.lineage
             expected = next_step(connection, run_id)
             if not 0 <= step <= expected:
                 raise UserError(
                     f"The checkpoint is of step {step}, but the ledger of run {run_id} knows {expected} steps: they do "
                     "not belong together. Resume from a checkpoint of this ledger."
                 )
-            connection.execute(update(runs).where(runs.c.run_id == run_id).values(lineage=run.lineage + 1))
-            _fence_trainers(connection, run_id, keep=actor)
+            begun = {"lineage": run.lineage + 1, "resumed_by": name}
+            connection.execute(update(runs).where(runs.c.run_id == run_id).values(**begun))
+            _fence_trainers(connection, run_id)
             connection.execute(
                 update(policy_versions)
                 .where(policy_versions.c.run_id == run_id, policy_versions.c.number > step, survives)
@@ -352,11 +355,9 @@ def drop_groups(connection: Connection, run_id: str, condition: ColumnElement[bo
         connection.execute(insert(drops).values(run_id=run_id, reason=reason, **counted))
 
 
-def _fence_trainers(connection: Connection, run_id: str, keep: Actor | None) -> None:
+def _fence_trainers(connection: Connection, run_id: str) -> None:
     """A trainer that only looked dead must not write its weights into the new lineage when it wakes up."""
     trainers = and_(actors.c.run_id == run_id, actors.c.role == "trainer", actors.c.state.in_(OPEN))
-    if keep is not None:
-        trainers = and_(trainers, not_(and_(*rows_of(keep, actors))))
     connection.execute(update(actors).where(trainers).values(state="fenced"))
 
 

@@ -88,8 +88,10 @@ class Reports(Database):
             for row in rows
         }
 
-    def record_span(self, actor: Actor, kind: str, seconds: float, end_ago_s: float = 0.0) -> None:
+    def record_span(self, actor: Actor, kind: str, key: str, seconds: float, end_ago_s: float = 0.0) -> None:
         """Say that the actor was busy, waiting, publishing or loading for `seconds` that ended `end_ago_s` ago.
+
+        `key` is the attempt's name for this span, another one for every span of the kind; the first word counts.
 
         Raises:
             Fenced: this attempt is no longer current.
@@ -98,9 +100,11 @@ class Reports(Database):
             raise ValueError(f"a span is {', '.join(SPAN_KINDS)}, not {kind}")
         with self.write(actor.run_id) as connection:
             require_current(connection, actor)
-            keys = {"run_id": actor.run_id, "role": actor.role, "slot": actor.slot, "attempt": actor.attempt}
-            times = {"start_s": now_s() - (end_ago_s + seconds), "end_s": now_s() - end_ago_s}
-            connection.execute(insert(spans).values(**keys, kind=kind, **times))
+            this = (*rows_of(actor, spans), spans.c.kind == kind, spans.c.span_key == key)
+            if connection.scalar(select(spans.c.span_id).where(*this)) is None:
+                keys = {"run_id": actor.run_id, "role": actor.role, "slot": actor.slot, "attempt": actor.attempt}
+                times = {"start_s": now_s() - (end_ago_s + seconds), "end_s": now_s() - end_ago_s}
+                connection.execute(insert(spans).values(**keys, kind=kind, span_key=key, **times))
 
     def spans(self, run_id: str, since_s: float | None = None) -> list[SpanRow]:
         """The spans of all attempts, or those that ended after `since_s`, in the order of their ends."""

@@ -1,5 +1,6 @@
 """What the ledger hands out: immutable copies of rows, true at the moment of their transaction."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -99,6 +100,11 @@ class ActorRow:
     epoch: int | None = None
     assigned_by: int | None = None
     wanted: str = "run"
+
+
+def newest_attempts(rows: Iterable[ActorRow]) -> dict[tuple[str, int], int]:
+    """The newest attempt of every role and slot, of rows that have one for each."""
+    return {(row.role, row.slot): row.attempt for row in rows}
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from sqlalchemy import Connection, Row, delete, func, insert, select, update
+from sqlalchemy import Connection, Row, func, insert, select, update
 
 from planners.errors import UserError
 from planners.plan.run import RunPlan
@@ -10,7 +10,7 @@ from tasks.exchange.ledger.actors import add_actor, end_slots
 from tasks.exchange.ledger.database import Database, now_s
 from tasks.exchange.ledger.fence import ACTIVE, require_supervisor, run_of
 from tasks.exchange.ledger.rows import Actor, MachineRow, PlanEpochRow, Process, RunRow, columns_of
-from tasks.exchange.ledger.schema import actors, cancellations, machines, plan_epochs, runs
+from tasks.exchange.ledger.schema import actors, machines, plan_epochs, runs
 
 END_STATES = ("completed", "failed", "cancelled")
 
@@ -59,9 +59,8 @@ class Runs(Database):
         """Supervise an unfinished run, under another Prefect flow run or a retry of its own; one transaction.
 
         The former supervisor and all its actors are fenced, what they held is given out again, and the run is running.
-        A retry is the newer word: what was asked of its flow run before is forgotten. What was asked of another flow
-        run holds, since that may have been told to end before it came here. Asking again for the same process gives the
-        same answer.
+        A retry is the newer word: what was asked of the former supervisor is not asked of this one. Asking again for
+        the same process gives the same answer.
 
         Args:
             run_id: the run.
@@ -86,10 +85,8 @@ class Runs(Database):
             if run.state == "completed":
                 raise UserError(f"Run {run_id} is complete: there is nothing to resume. Start a new run instead.")
             if is_active and not is_retry and (former.attempt, former.serial) != seen:
-                raise UserError(f"Run {run_id} is being worked on: cancel its flow run first.")
+                raise UserError(f"Run {run_id} is being worked on: `hexflow cancel {run_id}` ends that first.")
             end_slots(connection, run_id)
-            if is_retry:
-                connection.execute(delete(cancellations).where(cancellations.c.flow_run_id == flow_run_id))
             values = {"state": "running", "flow_run_id": flow_run_id}
             connection.execute(update(runs).where(runs.c.run_id == run_id).values(**values))
             supervisor = Actor(run_id, "supervisor", 0, former.attempt + 1)
@@ -128,30 +125,48 @@ class Runs(Database):
                 connection.execute(update(actors).where(*waiting).values(state="fenced"))
             return run_of(connection, supervisor.run_id).state
 
-    def settle_run(self, run_id: str, flow_run_id: str, state: str) -> bool:
-        """Close a run whose flow run is gone, and fence all its actors; safe to repeat.
+    def settle_run(self, supervisor: Actor, seen_serial: int, state: str) -> bool:
+        """Close a run whose supervisor is gone without a word, and fence all its actors; safe to repeat.
+
+        Args:
+            supervisor: whose process is gone.
+            seen_serial: serial number of its beat when it was read, before its process was looked for.
+            state: what the run becomes.
 
         Returns:
-            False where there is nothing to settle: the run has ended otherwise, or another flow run has taken it over.
+            False where there is nothing to settle: the run has ended otherwise, another supervisor has taken it over,
+            be it of the same flow run, or this one has beaten since.
         """
+        run_id = supervisor.run_id
         with self.write(run_id) as connection:
-            run = run_of(connection, run_id)
-            if run.flow_run_id != flow_run_id or run.state not in ("running", state):
+            newest = _newest_supervisor(connection, run_id)
+            is_meant = (newest.attempt, newest.serial) == (supervisor.attempt, seen_serial)
+            if not is_meant or run_of(connection, run_id).state not in ("running", state):
                 return False
             _close(connection, run_id, state)
             end_slots(connection, run_id)
         return True
 
-    def ask_to_cancel(self, flow_run_id: str) -> None:
+    def ask_to_cancel(self, flow_run_id: str) -> bool:
         """Ask for the end of the run that this Prefect flow run works on; repeatable.
 
-        The request is the flow run's own: it may come before the run is there, and one that comes late does not reach
-        the run under another flow run that has resumed it.
+        It is asked of the supervisor at work: one that comes late does not reach the run under another flow run that
+        has resumed it, or under a retry.
+
+        Returns:
+            False while the flow run has no run yet: ask again.
         """
-        asked = cancellations.c.flow_run_id == flow_run_id
-        with self.write(flow_run_id) as connection:
-            if connection.scalar(select(cancellations.c.flow_run_id).where(asked)) is None:
-                connection.execute(insert(cancellations).values(flow_run_id=flow_run_id, asked_s=now_s()))
+        of_flow_run = select(runs.c.run_id).where(runs.c.flow_run_id == flow_run_id)
+        with self.read() as connection:
+            run_id = connection.scalar(of_flow_run)
+        if run_id is None:
+            return False
+        with self.write(run_id) as connection:
+            if connection.scalar(of_flow_run) != run_id:
+                return False  # resumed under another one meanwhile
+            this = (actors.c.run_id == run_id, actors.c.role == "supervisor", actors.c.state.in_(ACTIVE))
+            connection.execute(update(actors).where(*this).values(wanted="leave"))
+        return True
 
     def set_mlflow_run(self, supervisor: Actor, mlflow_run_id: str) -> None:
         """Name the MLflow run that tracks this run.

@@ -5,6 +5,7 @@
 - a place in a step's batch holds one group (`one_group_per_place`);
 - an attempt has at most one open lease under a key of its own (`open_groups`), so a lease asked for again is the same;
 - a slot has at most one attempt that has not ended (`one_actor_per_slot`);
+- an attempt has one span of a kind under a key of its own (`one_span_per_key`), so one said again is the same;
 - a policy version is (lineage, number) for ever.
 
 And their indexes make every transition search only what is open, live or new, however much the run has behind it.
@@ -26,6 +27,7 @@ from sqlalchemy import (
     String,
     Table,
     Text,
+    UniqueConstraint,
     literal_column,
 )
 
@@ -66,18 +68,12 @@ runs = Table(
     Column("mlflow_run_id", String),
     Column("state", String, nullable=False),
     Column("lineage", Integer, nullable=False),
+    Column("resumed_by", String),
     Column("prompts_per_step", Integer, nullable=False),
     Column("max_staleness", Integer, nullable=False),
     Column("steps", Integer, nullable=False),
     Column("max_attempts_per_prompt", Integer, nullable=False),
     Column("created_s", Float, nullable=False),
-)
-
-cancellations = Table(
-    "cancellations",
-    metadata,
-    Column("flow_run_id", String, primary_key=True),
-    Column("asked_s", Float, nullable=False),
 )
 
 plan_epochs = Table(
@@ -274,9 +270,11 @@ spans = Table(
     Column("slot", Integer, nullable=False),
     Column("attempt", Integer, nullable=False),
     Column("kind", String, nullable=False),
+    Column("span_key", String, nullable=False),
     Column("start_s", Float, nullable=False),
     Column("end_s", Float, nullable=False),
     Index("spans_by_end", "run_id", "end_s"),
+    UniqueConstraint("run_id", "role", "slot", "attempt", "kind", "span_key", name="one_span_per_key"),
 )
 
 steps = Table(

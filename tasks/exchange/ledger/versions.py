@@ -51,6 +51,11 @@ class Weights(Database):
         with self.read() as connection:
             return newest_live_version(connection, run_id)
 
+    def live_versions(self, run_id: str) -> list[tuple[int, int]]:
+        """(lineage, number) of every live version, the newest first: as many as retention keeps and readers claim."""
+        with self.read() as connection:
+            return _live_versions(connection, run_id)
+
     def claim_version(self, actor: Actor, lineage: int, number: int) -> bool:
         """Say that the actor is about to read a version, so that its files stay.
 

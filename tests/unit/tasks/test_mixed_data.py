@@ -24,6 +24,7 @@ from tasks.rewards.pool import ScoringPool
 from tasks.rollout.answering import Answerer
 from tasks.rollout.engine import Answer, InFlight, Sampling
 from tasks.rollout.replica import Replica, ReplicaParts
+from tasks.rollout.versions import WholeVersions
 from tasks.tracking.tracker import Tracker
 from tasks.training.groups import with_advantages
 from tasks.training.leader import batch_metrics
@@ -124,8 +125,9 @@ def train(experiment: Experiment, ledger: Ledger, run: RunDirectory) -> list[tup
         pool = ScoringPool(experiment.rewards, experiment.sources, 1)
         answerer = Answerer(engine, SingleTurn(chat, tokenizer, pool), sampling)
         work: list[int] = []
+        versions = WholeVersions(ledger, actor, run, print)
         parts = ReplicaParts(
-            experiment, ledger, actor, run, engine, answerer, questions, tracker, 24, work.append, print
+            experiment, ledger, actor, run, engine, answerer, questions, tracker, 24, work.append, print, versions
         )
         replica = Replica(parts)
         running = asyncio.create_task(replica.run())

@@ -69,6 +69,7 @@ class FakeBooks:
 
     def __init__(self, *views: View) -> None:
         self._views = list(views)
+        self._view = views[0]
         self.asked: list[str] = []
         self.rows_read: list[StepRow | SpanRow] = []
 
@@ -91,8 +92,9 @@ class FakeBooks:
         self.rows_read += (read := [row for row in self._view.spans if since_s is None or row.end_s > since_s])
         return read
 
-    def ask_to_cancel(self, flow_run_id: str) -> None:
+    def ask_to_cancel(self, flow_run_id: str) -> bool:
         self.asked.append(flow_run_id)
+        return self._view.run is not None
 
 
 @pytest.fixture(autouse=True)
@@ -213,7 +215,7 @@ def interrupt_at(api: FakeApi, *looks: int) -> None:
 
 
 def test_ctrl_c_cancels_and_waits() -> None:
-    api, books = FakeApi("RUNNING"), FakeBooks(View("Running"))
+    api, books = FakeApi("RUNNING"), FakeBooks(a_view(()))
     interrupt_at(api, 2)
     out = io.StringIO()
     assert Follower(api, books, "flow-1", Console(file=out)).follow()["type"] == "CANCELLED"
@@ -258,6 +260,14 @@ def test_a_cancellation_that_the_server_is_too_busy_for_is_asked_for_again() -> 
     shown, _ = follower(api)
     assert shown.follow()["type"] == "CANCELLED"
     assert api.proposed == ["CANCELLING"]
+
+
+def test_the_ledger_is_asked_until_the_run_is_there() -> None:
+    """The flow that makes the run may have begun just before, and its server be too busy to be told."""
+    api, books, out = BusyApi(requests=3), FakeBooks(*[View("Running")] * 4, a_view(())), io.StringIO()
+    interrupt_at(api, 2)
+    assert Follower(api, books, "flow-1", Console(file=out)).follow()["type"] == "CANCELLED"
+    assert books.asked == ["flow-1"] * 5
 
 
 @pytest.mark.parametrize(("state", "status"), [("cancelled", 130), ("completed", 0), ("failed", 1)])
@@ -391,7 +401,7 @@ class FullBooks(FakeBooks):
             raise FULL
         return super().find_run(run_id=run_id, flow_run_id=flow_run_id)
 
-    def ask_to_cancel(self, flow_run_id: str) -> None:
+    def ask_to_cancel(self, flow_run_id: str) -> bool:
         raise FULL
 
 

@@ -5,25 +5,19 @@ import signal
 import socket
 import sys
 from collections.abc import Iterator
-from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import ClassVar
 
 import psutil
 import pytest
 
 from deployments.local import servers, stack
 from deployments.local.servers import Member, StackState
-from deployments.prefect.api import Json, PrefectApi
 from deployments.prefect.versions import local_versions
 from deployments.web import answers
 from planners.errors import UserError
 from tasks.config.settings import Settings
-from tasks.exchange.ledger import Ledger
 from tasks.machine.discovery import discover_machine
 from tasks.machine.processes import ProcessGroup, end_sessions
-from tasks.tracking import tracker as tracking
-from tests.support.ledger import begin, join
 from tests.support.places import settings_of
 from tests.support.stack import runs, until
 
@@ -180,66 +174,6 @@ def test_workers_stay_when_a_server_comes_back_on_its_port(
         end_sessions([member.pid for member in state.members.values()], grace_s=0.0)
 
 
-class SettledApi(PrefectApi):
-    """A server with a flow run whose process is gone, one that lives, one that starts just now and one that crashed."""
-
-    closed: ClassVar[list[tuple[str, str]]] = []
-
-    def flow_runs(self, state_types: list[str]) -> list[Json]:
-        if state_types == ["CRASHED"]:
-            return [{"id": "flow-crashed"}]
-        ages_h = {"flow-gone": 1, "flow-living": 1, "flow-starting": -1}
-        return [
-            {"id": name, "state": {"timestamp": (datetime.now(UTC) - timedelta(hours=age_h)).isoformat()}}
-            for name, age_h in ages_h.items()
-        ]
-
-    def set_state(self, flow_run_id: str, state_type: str, message: str, force: bool = False) -> None:
-        self.closed.append((flow_run_id, state_type))
-
-
-def test_runs_whose_process_was_killed_are_closed(
-    settings: Settings, sleeper: Member, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whether their worker saw it and called the flow run crashed, or was killed itself."""
-    settled: list[tuple[set[str], bool]] = []
-    monkeypatch.setattr(SettledApi, "closed", [])
-    monkeypatch.setattr(stack, "PrefectApi", SettledApi)
-    monkeypatch.setattr(
-        stack, "_settle_runs", lambda settings, url, flow_runs, is_cancelled: settled.append((flow_runs, is_cancelled))
-    )
-    monkeypatch.setattr(
-        servers, "marked_processes", lambda settings: [(psutil.Process(), {"PREFECT__FLOW_RUN_ID": "flow-living"})]
-    )
-    state = state_with()
-    state.members = {"prefect": sleeper}
-    stack._settle_flow_runs(settings, state, "CANCELLED", "Ended.", datetime.now(UTC))
-    assert SettledApi.closed == [("flow-gone", "CANCELLED")]
-    assert settled == [({"flow-gone", "flow-crashed"}, True)]
-
-
-@pytest.mark.parametrize(
-    ("is_cancelled", "state", "status"), [(True, "cancelled", "KILLED"), (False, "failed", "FAILED")]
-)
-def test_a_run_that_is_settled_keeps_no_actor_at_work(
-    settings: Settings, monkeypatch: pytest.MonkeyPatch, is_cancelled: bool, state: str, status: str
-) -> None:
-    ended: list[tuple[object, ...]] = []
-    monkeypatch.setattr(tracking, "end_run", lambda *arguments: ended.append(arguments))
-    ledger = Ledger(settings.shared.ledger_url)
-    for run_id in ("gone", "other"):
-        supervisor = begin(ledger, run_id, flow_run_id=f"flow-{run_id}")
-        for actor in (supervisor, *(join(ledger, role, run_id=run_id) for role in ("trainer", "replica"))):
-            ledger.heartbeat(actor)
-        ledger.set_mlflow_run(supervisor, f"mlflow-{run_id}")
-    stack._settle_runs(settings, "http://mlflow", {"flow-gone"}, is_cancelled)
-    states = {
-        run.run_id: (run.state, {actor.state for actor in ledger.actors(run.run_id)}) for run in ledger.list_runs()
-    }
-    assert states == {"gone": (state, {"fenced"}), "other": ("running", {"running"})}
-    assert ended == [("http://mlflow", "mlflow-gone", status)]
-
-
 def test_down_without_a_home_makes_none(tmp_path: Path) -> None:
     home = tmp_path / "none"
     assert not stack.down(settings_of(home=home, runs=tmp_path, ledger_url=""), lambda _: None)
@@ -283,7 +217,7 @@ def test_up_refuses_a_named_server_that_is_not_there(
     state = state_with()
     state.prefect_url = f"http://127.0.0.1:{free_port}/api"
     with pytest.raises(UserError, match="PREFECT_API_URL is set"):
-        stack._require_named_servers(state, own=[])
+        stack._require_named_servers(state, own=[stack.MLFLOW])
 
 
 def test_a_home_that_cannot_be_made_is_told(tmp_path: Path) -> None:

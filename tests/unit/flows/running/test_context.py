@@ -1,6 +1,9 @@
 """Opening a run: new, taken up again by the same flow run, resumed after a crash, refused where somebody is at work."""
 
+import os
+import signal
 import subprocess
+import sys
 from functools import partial
 from pathlib import Path
 
@@ -19,9 +22,9 @@ from tasks.exchange.ledger import Fenced, Ledger, Process
 from tasks.exchange.ledger.schema import actors
 from tasks.machine.devices import hold_devices
 from tasks.machine.discovery import discover_machine
-from tasks.machine.processes import process_key
+from tasks.machine.processes import ProcessGroup, group_alive, process_key
 from tasks.training.checkpoints import WrittenBy
-from tests.support.ledger import a_process, join, lease, score, take
+from tests.support.ledger import a_process, assign, join, lease, score, take
 
 
 @pytest.fixture
@@ -72,6 +75,36 @@ def test_a_supervisor_whose_process_is_gone_is_not_waited_for(settings: Settings
     dead.wait()
     assert require_unsupervised("dead", ledger, clock.pause, clock) == (1, 1)
     assert clock.now_s == 0.0
+
+
+def test_a_ledger_too_slow_to_tell_is_said(settings: Settings, experiment: Experiment) -> None:
+    """Between two looks so much time passes that a beat could have been missed, again and again."""
+    run, clock = open_run(experiment, None, "flow-1"), Clock()
+    with pytest.raises(UserError, match="could not be told within 60 s"):
+        require_unsupervised(run.run_id, run.ledger, lambda seconds: clock.pause(6.0), clock)
+    assert clock.now_s < 70.0
+
+
+def test_what_a_former_supervisor_left_here_is_ended_although_it_hears_nothing(
+    settings: Settings, experiment: Experiment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stopped actor would hold its devices against the run that goes on."""
+    monkeypatch.setattr(context, "_LEAVE_S", 0.0)
+    sleeper = [sys.executable, "-c", "import time; time.sleep(600)"]
+    groups = [ProcessGroup.start(sleeper, {}, tmp_path / "sleeper.log") for _ in range(2)]
+    try:
+        run = open_run(experiment, None, "flow-1")
+        actor = assign(run.ledger, "replica", run_id=run.run_id)
+        run.ledger.register(actor, Process(process_key(groups[0].pid), groups[0].pid, "here"))
+        os.kill(groups[0].pid, signal.SIGSTOP)
+        stranger = assign(run.ledger, "trainer", run_id=run.run_id)
+        run.ledger.register(stranger, Process("another boot/1/1", groups[1].pid, "here"))
+        run.ledger.finish(run.supervisor, "failed")
+        open_run(experiment, run.run_id, "flow-2")
+        assert [group_alive(group.pid) for group in groups] == [False, True]
+    finally:
+        for group in groups:
+            group.stop(0.0)
 
 
 class Clock:

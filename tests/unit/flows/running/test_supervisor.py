@@ -31,9 +31,10 @@ from tasks.config.experiment import Experiment
 from tasks.config.files import parse_experiment
 from tasks.config.settings import Settings
 from tasks.exchange.layout import RunDirectory
-from tasks.exchange.ledger import Actor, ActorRow, Fenced, Ledger, Process
+from tasks.exchange.ledger import Actor, ActorRow, Fenced, Ledger, Process, Progress
+from tasks.lifecycle.stall import Stall
 from tasks.machine.processes import ProcessGroup, group_alive, process_key
-from tests.support.ledger import a_process, assign, begin
+from tests.support.ledger import a_process, assign, begin, go_back
 from tests.support.places import settings_of
 from tests.support.plan import run_plan
 
@@ -102,8 +103,14 @@ def make(tmp_path: Path, **run: object) -> tuple[RunContext, FakeLauncher]:
     )
 
 
-def finish_run(launcher: FakeLauncher) -> None:
-    """What trainer and replica would do: one step, both evaluations."""
+def settle(run: RunContext) -> None:
+    """Close the run from outside, as the stack does where its supervisor's process is gone."""
+    row = next(row for row in run.ledger.actors(RUN) if row.role == "supervisor")
+    assert run.ledger.settle_run(run.supervisor, row.serial, "cancelled")
+
+
+def train_run(launcher: FakeLauncher) -> None:
+    """What trainer and replica would do until the last step is trained."""
     ledger = launcher.ledger
     trainer = max((a for a in launcher.actors.values() if a.role == "trainer"), key=lambda actor: actor.attempt)
     replica = max((a for a in launcher.actors.values() if a.role == "replica"), key=lambda actor: actor.attempt)
@@ -119,6 +126,13 @@ def finish_run(launcher: FakeLauncher) -> None:
         ledger.record_step(trainer, 0, json.dumps({"reward/mean": 1.0}))
         ledger.record_version(trainer, 1, "w1")
         ledger.set_loaded(replica, 0, 1)
+
+
+def finish_run(launcher: FakeLauncher) -> None:
+    """What they would do: one step, both evaluations."""
+    train_run(launcher)
+    ledger = launcher.ledger
+    replica = max((a for a in launcher.actors.values() if a.role == "replica"), key=lambda actor: actor.attempt)
     if ledger.claim_evaluation(replica, 1):
         ledger.record_evaluation(replica, "after", json.dumps({}))
 
@@ -162,7 +176,7 @@ def test_a_dead_trainer_goes_on_from_its_checkpoint_in_a_new_lineage(tmp_path: P
         if looks == 2:
             launcher.ledger.finish(launcher.actors["train-1"], "failed", "killed")
 
-    run.ledger.resume_from(RUN, 0)
+    go_back(run.ledger, 0)
     before = run.ledger.find_run(run_id=RUN)
     with pytest.raises(RunFailed, match="No step"):
         Supervisor(run, 0, PLAN, launcher, on_progress).run()
@@ -205,7 +219,7 @@ def test_a_replica_that_was_to_leave_is_not_started_again(dies: bool, tmp_path: 
             else:
                 run.ledger.finish(launcher.actors["rollout-2"], "done")
         if looks == 5:
-            run.ledger.settle_run(RUN, "flow-1", "cancelled")
+            settle(run)
 
     with pytest.raises(Fenced):
         Supervisor(run, 0, PLAN, launcher, on_progress).run()
@@ -215,11 +229,8 @@ def test_a_replica_that_was_to_leave_is_not_started_again(dies: bool, tmp_path: 
 def test_a_run_that_is_ended_elsewhere_is_not_kept_alive(tmp_path: Path) -> None:
     run, launcher = make(tmp_path)
 
-    def settle(progress: object) -> None:
-        assert run.ledger.settle_run(RUN, "flow-1", "cancelled")
-
     with pytest.raises(Fenced, match="declared dead"):
-        Supervisor(run, 0, PLAN, launcher, settle).run()
+        Supervisor(run, 0, PLAN, launcher, lambda progress: settle(run)).run()
     assert len(launcher.started) == 2
 
 
@@ -243,6 +254,65 @@ def test_what_never_worked_is_not_tried_again(tmp_path: Path) -> None:
     with pytest.raises(RunFailed, match="could not start: not enough memory"):
         Supervisor(run, 0, PLAN, launcher, on_progress).run()
     assert len(launcher.started) == 2
+
+
+def test_a_restarted_actor_that_fails_while_starting_is_started_again(tmp_path: Path) -> None:
+    """It did work: its devices may not be free yet, or it met a file that the next attempt does without."""
+    run, launcher = make(tmp_path, restarts=2)
+    looks = 0
+
+    def on_progress(progress: object) -> None:
+        nonlocal looks
+        looks += 1
+        if looks == 1:
+            launcher.ended.add("rollout-2")
+        if looks == 2:
+            launcher.ledger.heartbeat(launcher.actors["rollout-3"], "starting")
+            launcher.ledger.finish(launcher.actors["rollout-3"], "failed", "GPU 0 is held")
+        if looks >= 4:
+            finish_run(launcher)
+
+    Supervisor(run, 0, PLAN, launcher, on_progress).run()
+    assert [role for role, _ in launcher.started] == ["train", "rollout", "rollout", "rollout"]
+
+
+class Clock:
+    """Time that passes only when told."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@pytest.mark.parametrize("gets_on", [True, False])
+def test_an_evaluation_longer_than_the_step_deadline_fails_no_trained_run(
+    gets_on: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As long as it gets on; on a resume as well, which finds every step trained."""
+    run, launcher = make(tmp_path, step_deadline_s=5.0)
+    clock = Clock()
+    monkeypatch.setattr(supervising, "Stall", lambda ledger, run_id: Stall(ledger, run_id, clock))
+    answers = 0
+
+    def evaluate(progress: Progress) -> None:
+        nonlocal answers
+        clock.now_s += 2.0
+        train_run(launcher)
+        replica = launcher.actors["rollout-2"]
+        answers += gets_on
+        launcher.ledger.heartbeat(replica, work=answers)
+        if answers > 20 and launcher.ledger.claim_evaluation(replica, 1):
+            launcher.ledger.record_evaluation(replica, "after", json.dumps({}))
+
+    supervisor = Supervisor(run, 0, PLAN, launcher, evaluate)
+    if gets_on:
+        supervisor.run()
+        assert clock.now_s > 40.0
+    else:
+        with pytest.raises(RunFailed, match="The last evaluation did not get on for 6 s"):
+            supervisor.run()
 
 
 def test_a_flow_run_that_ends_before_joining_is_noticed(tmp_path: Path) -> None:

@@ -21,8 +21,9 @@ from tasks.rewards.pool import Verdict
 from tasks.rollout.answering import Answerer
 from tasks.rollout.engine import Answer, InFlight, Sampling
 from tasks.rollout.replica import Replica, ReplicaParts
+from tasks.rollout.versions import WholeVersions
 from tasks.tracking.tracker import Tracker
-from tests.support.ledger import begin, join, supervisor_of
+from tests.support.ledger import begin, go_back, join, supervisor_of
 
 RUN = "run"
 
@@ -111,8 +112,9 @@ def make_replica(
     run.create()
     answerer = Answerer(engine, SingleTurn(text, text, text), Sampling(1.0, 4, (6,)))
     tracker, questions = Tracker.child(None, lambda: None, "replica", {}), cast(Questions, text)
-    parts = ReplicaParts(experiment, ledger, actor, run, engine, answerer, questions, tracker, 8, count_work, say)
-    return Replica(parts)
+    versions = WholeVersions(ledger, actor, run, lambda damage: None)
+    parts = (experiment, ledger, actor, run, engine, answerer, questions, tracker, 8, count_work, say, versions)
+    return Replica(ReplicaParts(*parts))
 
 
 async def until(condition: Callable[[], bool], what: str) -> None:
@@ -123,12 +125,15 @@ async def until(condition: Callable[[], bool], what: str) -> None:
     raise AssertionError(f"did not happen: {what}")
 
 
-def publish(ledger: Ledger, tmp_path: Path, trainer: Actor, lineage: int, number: int) -> None:
+def publish(
+    ledger: Ledger, tmp_path: Path, trainer: Actor, lineage: int, number: int, read_as: bytes = b"weights"
+) -> None:
     def fill(directory: Path) -> None:
         (directory / "config.json").write_text("{}")
         (directory / "model.safetensors").write_bytes(b"weights")
 
     path = publish_weights(RunDirectory(tmp_path), lineage, number, fill)
+    (path / "model.safetensors").write_bytes(read_as)
     ledger.record_version(trainer, number, str(path))
 
 
@@ -192,7 +197,7 @@ def test_answers_of_an_abandoned_lineage_are_dropped(ledger: Ledger, experiment:
         replica = make_replica(ledger, experiment, tmp_path, engine, FakeText())
         running = asyncio.create_task(replica.run())
         await until(lambda: in_state(ledger, "leased") == 4, "four groups in flight")
-        lineage = ledger.resume_from(RUN, 0)
+        lineage = go_back(ledger, 0)
         trainer = join(ledger, "trainer", run_id=RUN)
         publish(ledger, tmp_path, trainer, lineage, 0)
         await until(lambda: engine.loaded == (lineage, 0), "the new lineage is loaded")
@@ -270,7 +275,8 @@ def test_it_evaluates_when_asked(ledger: Ledger, experiment: Experiment, tmp_pat
     async def scenario() -> None:
         said: list[str] = []
         ledger.request_evaluation(supervisor_of(ledger, RUN), "before", 0)
-        replica = make_replica(ledger, experiment, tmp_path, FakeEngine(), FakeText(), say=said.append)
+        work: list[int] = []
+        replica = make_replica(ledger, experiment, tmp_path, FakeEngine(), FakeText(), work.append, said.append)
         running = asyncio.create_task(replica.run())
         await until(lambda: ledger.evaluations(RUN)["before"].state == "done", "an evaluation")
         await until(lambda: said == ["evaluating version 0, before training", ""], "that it answers again")
@@ -280,6 +286,32 @@ def test_it_evaluates_when_asked(ledger: Ledger, experiment: Experiment, tmp_pat
         assert result is not None
         assert len(result["greedy"]) == 2
         assert [len(samples) for samples in result["sampled"]] == [2, 2]
+        assert work[:6] == [1] * 6, "it is not seen to get on, however long it takes"
+
+    asyncio.run(scenario())
+
+
+def test_a_damaged_version_is_left_out_and_the_next_one_loaded(
+    ledger: Ledger, experiment: Experiment, tmp_path: Path
+) -> None:
+    """A replica that ended on it would end again and again, and with it the run's restarts."""
+
+    async def scenario() -> None:
+        engine = FakeEngine()
+        replica = make_replica(ledger, experiment, tmp_path, engine, FakeText())
+        running = asyncio.create_task(replica.run())
+        trainer = join(ledger, "trainer", run_id=RUN)
+        publish(ledger, tmp_path, trainer, 0, 0)
+        await until(lambda: in_state(ledger, "scored") == 4, "four groups at version 0")
+        assert ledger.take_groups(trainer, 0) is not None
+        path = RunDirectory(tmp_path).weights_path(0, 1)
+        publish(ledger, tmp_path, trainer, 0, 1, b"damaged")
+        assert ledger.take_groups(trainer, 1) is not None
+        publish(ledger, tmp_path, trainer, 0, 2)
+        await until(lambda: engine.loaded == (0, 2), "the next version is loaded")
+        assert path.exists()
+        replica.leave()
+        await running
 
     asyncio.run(scenario())
 

@@ -8,7 +8,7 @@ import pytest
 from tasks.exchange.ledger import Actor, Ledger
 from tasks.tracking.curves import Curves
 from tasks.tracking.tracker import Tracker
-from tests.support.ledger import RUN, B, join, lease, load, score, supervisor_of, take
+from tests.support.ledger import RUN, B, go_back, join, lease, load, score, supervisor_of, take
 
 
 class Recorder(Tracker):
@@ -61,7 +61,7 @@ def test_a_step_that_is_trained_anew_is_tracked_anew(
     curves = Curves(recorder, ledger, RUN, 0)
     train_step(ledger, trainer, replica, 0)
     curves.follow(ledger.progress(RUN))
-    ledger.resume_from(RUN, 0, supervisor_of(ledger))
+    go_back(ledger, 0)
     curves.follow(ledger.progress(RUN))
     again = join(ledger, "trainer")
     take(ledger, again, 0)
@@ -85,7 +85,7 @@ def test_the_share_that_replicas_wait_is_of_what_they_told_since_the_last_step(
     curves = Curves(recorder, ledger, RUN, 0)
     for step, (busy, wait) in enumerate([((0, 3), (3, 4)), ((4, 5), (5, 6))]):
         for kind, (start_s, end_s) in (("busy", busy), ("wait", wait)):
-            ledger.record_span(replica, kind, end_s - start_s, end_ago_s=-end_s)
+            ledger.record_span(replica, kind, f"{start_s}", end_s - start_s, end_ago_s=-end_s)
         train_step(ledger, trainer, replica, step)
         curves.follow(ledger.progress(RUN))
     shares = recorder.of("wait/rollouts_for_trainer")

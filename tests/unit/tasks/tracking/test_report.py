@@ -133,7 +133,7 @@ def test_the_report_is_written_from_the_ledger(tmp_path: Path) -> None:
     ledger = Ledger(f"sqlite:///{tmp_path / 'ledger.db'}")
     supervisor = begin(ledger, "laptop-1", (8, 2, 3), flow_run_id="flow-1")
     trainer = join(ledger, "trainer", run_id="laptop-1")
-    ledger.record_span(trainer, "busy", 1.0)
+    ledger.record_span(trainer, "busy", "step 0", 1.0)
     ledger.close_run(supervisor, "cancelled")
     summary = write_report(directory, ledger, "laptop-1", PLAN, "it said no")
     assert json.loads(directory.summary.read_text()) == summary

@@ -14,7 +14,7 @@ import pytest
 
 from tasks.exchange.ledger import Ledger
 from tasks.tracking import tracker as tracking
-from tasks.tracking.tracker import Tracker, end_attempts, end_run, flatten
+from tasks.tracking.tracker import Tracker, attempt_tags, end_attempts, end_run, flatten
 from tests.support.ledger import begin
 from tests.support.places import REPOSITORY
 
@@ -119,16 +119,16 @@ def test_an_experiment_opens_on_its_training_runs(store: str, client: "MlflowCli
 def test_runs_of_dead_attempts_are_ended_from_outside(store: str, client: "MlflowClient") -> None:
     parent = Tracker.parent(store, "study", "dying", {}, {})
     children = {
-        slot: Tracker.child(store, lambda: parent.run_id, f"replica-{slot}", {"hexflow.slot": slot})
-        for slot in ("0", "1")
+        slot: Tracker.child(store, lambda: parent.run_id, f"replica-{slot}", attempt_tags("replica", slot, 2))
+        for slot in (0, 1)
     }
     for child in children.values():
         assert child.wait_for_run(30)
-    assert end_attempts(store, parent.run_id, "FAILED", {"hexflow.slot": "1"}) == 1
-    assert client.get_run(children["0"].run_id).info.status == "RUNNING"
-    assert client.get_run(children["1"].run_id).info.status == "FAILED"
-    children["0"].finish("FINISHED")
-    assert end_attempts(store, parent.run_id, "FAILED", {}) == 0
+    assert end_attempts(store, parent.run_id, "FAILED", {("replica", 0): 1, ("replica", 1): 2}) == 1
+    assert client.get_run(children[0].run_id).info.status == "RUNNING", "one of a later supervisor's was ended"
+    assert client.get_run(children[1].run_id).info.status == "FAILED"
+    children[0].finish("FINISHED")
+    assert end_attempts(store, parent.run_id, "FAILED", {("replica", 0): 3}) == 0
     parent.finish("FINISHED")
 
 
@@ -156,7 +156,7 @@ def test_without_a_server_the_run_goes_on(dead_uri: str, monkeypatch: pytest.Mon
     tracker.finish("FAILED", flush_s=1.0)
     assert tracker.run_id is None
     assert end_attempts(dead_uri, "0" * 32, "FAILED", {}) == 0
-    end_run(dead_uri, "0" * 32, "FAILED")
+    end_run(dead_uri, "0" * 32, "FAILED", {})
 
 
 def test_the_run_is_created_once_the_store_answers(
@@ -209,12 +209,12 @@ def test_what_a_killed_run_left_open_is_ended(store: str, client: "MlflowClient"
     """With its attempts; one that has ended keeps its word."""
     experiment = client.create_experiment("killed")
     parent = client.create_run(experiment).info.run_id
-    tags = {"mlflow.parentRunId": parent}
+    tags = {"mlflow.parentRunId": parent, **attempt_tags("trainer", 0, 1)}
     children = [client.create_run(experiment, tags=tags).info.run_id for _ in range(2)]
     stranger = client.create_run(experiment).info.run_id
     client.set_terminated(children[0], "FINISHED")
-    end_run(store, parent, "KILLED")
-    end_run(store, parent, "FAILED")
+    for status in ("KILLED", "FAILED"):
+        end_run(store, parent, status, {("trainer", 0): 1})
     statuses = [client.get_run(run_id).info.status for run_id in (parent, *children, stranger)]
     assert statuses == ["KILLED", "FINISHED", "KILLED", "RUNNING"]
 

@@ -22,7 +22,7 @@ from tasks.training.engine import Engine, StepResult
 from tasks.training.leader import Leader, batch_metrics
 from tasks.training.packing import TrainingGroup
 from tasks.training.trainer import Trainer
-from tests.support.ledger import a_process, join
+from tests.support.ledger import a_process, go_back, join
 from tests.support.trainer import RUN, make_run
 from tests.support.training import one_rank, random_groups, save_tiny_model
 
@@ -84,7 +84,7 @@ def test_a_replaced_trainer_that_wakes_up_publishes_nothing(settings: Settings, 
     run, ledger = make_run(settings, experiment)
     zombie = make_leader(run, experiment, ledger, model_path)
     zombie.publish(0, weights_of(0.0))
-    ledger.resume_from(RUN, 0)
+    go_back(ledger, 0, RUN)
     successor = make_leader(run, experiment, ledger, model_path)
     for number in (0, 1):
         with pytest.raises(Fenced):
@@ -100,7 +100,7 @@ def test_what_a_trainer_names_after_it_was_replaced_is_nobodys_checkpoint(settin
     experiment = Experiment()
     run, ledger = make_run(settings, experiment)
     zombie = make_leader(run, experiment, ledger, tmp_path)
-    ledger.resume_from(RUN, 0)
+    go_back(ledger, 0, RUN)
     successor = make_leader(run, experiment, ledger, tmp_path)
     run.checkpoint_path(0, 2).mkdir()
     assert latest_checkpoint(run, ledger, RUN) is None
@@ -130,12 +130,11 @@ def test_the_message_of_a_silent_rollout_side_says_who_is_silent(settings: Setti
     experiment = Experiment(run=RunSection(step_deadline_s=0.2, start_deadline_s=0.2))
     run, ledger = make_run(settings, experiment)
     replica = join(ledger, "replica", run_id=RUN, machine="there")
-    ledger.heartbeat(replica, "starting", "loading vLLM")
+    ledger.heartbeat(replica, "running", "hangs")
     leader = make_leader(run, experiment, ledger, run.root)
-    with pytest.raises(
-        UserError, match=r"8 are needed; replica 0 on there is starting \(loading vLLM\), last heard \d+ s"
-    ):
-        leader.take_groups(0)
+    ledger.heartbeat(leader.actor)
+    with pytest.raises(UserError, match=r"8 are needed; replica 0 on there is running \(hangs\), last heard \d+ s"):
+        leader.take_groups(0, lambda: None)
 
 
 def test_metrics_of_the_data() -> None:

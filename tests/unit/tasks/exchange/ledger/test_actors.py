@@ -27,7 +27,7 @@ def test_a_replaced_replica_can_write_nothing_and_its_prompts_are_leased_again(
         lambda: ledger.set_loaded(replica, 0, 0),
         lambda: ledger.claim_evaluation(replica, 0),
         lambda: ledger.record_evaluation(replica, "before", "{}"),
-        lambda: ledger.record_span(replica, "busy", 1.0),
+        lambda: ledger.record_span(replica, "busy", "0", 1.0),
     ):
         with pytest.raises(Fenced, match="replaced by attempt 2"):
             write()
@@ -76,7 +76,6 @@ def test_a_replaced_trainer_can_neither_publish_nor_consume(ledger: Ledger, trai
         lambda: ledger.record_version(trainer, 1, "path-1"),
         lambda: ledger.retire_versions(trainer, 1, []),
         lambda: ledger.record_step(trainer, 0, "{}"),
-        lambda: ledger.resume_from(RUN, 0, trainer),
     ):
         with pytest.raises(Fenced):
             write()
@@ -119,7 +118,7 @@ def test_a_heartbeat_renews_and_the_end_is_final(ledger: Ledger, trainer: Actor,
     row = ledger.actors(RUN)[0]
     assert (row.state, row.message) == ("done", "left")
     assert states(ledger) == [(0, "dropped", "lease_lost")]
-    ledger.record_span(replica, "busy", 1.0)  # the last one is written after the work
+    ledger.record_span(replica, "busy", "0", 1.0)  # the last one is written after the work
     with pytest.raises(Fenced, match="has ended as done"):
         ask(ledger, replica, 0)
 

@@ -7,7 +7,20 @@ from sqlalchemy import select
 
 from tasks.exchange.ledger import Actor, Ledger
 from tasks.exchange.ledger.database import now_s
-from tests.support.ledger import RUN, STEPS, B, fence, join, lease, load, run_two_steps, score, supervisor_of, take
+from tests.support.ledger import (
+    RUN,
+    STEPS,
+    B,
+    fence,
+    go_back,
+    join,
+    lease,
+    load,
+    run_two_steps,
+    score,
+    supervisor_of,
+    take,
+)
 
 VERSIONS = [(0, number) for number in range(4)]
 """Those whose files are on storage."""
@@ -35,7 +48,8 @@ def test_an_abandoned_version_goes_when_its_last_reader_has_left_and_one_never_r
     """Version 3 is on storage only: its publisher was killed before it could record it."""
     run_two_steps(ledger, trainer, replica)
     assert ledger.retire_versions(trainer, 3, VERSIONS) == set(), "in its own lineage it may still be recorded"
-    ledger.resume_from(RUN, 1, trainer)
+    go_back(ledger, 1)
+    trainer = join(ledger, "trainer")
     assert ledger.retire_versions(trainer, 2, VERSIONS) == {(0, 3)}
     fence(ledger, replica)
     assert ledger.retire_versions(trainer, 2, VERSIONS) == {(0, 2), (0, 3)}
@@ -101,7 +115,8 @@ def test_an_evaluation_is_claimed_by_who_has_the_version(ledger: Ledger, trainer
 
 
 def test_spans_and_steps_are_on_the_ledgers_clock(ledger: Ledger, trainer: Actor) -> None:
-    ledger.record_span(trainer, "busy", 2.0, end_ago_s=5.0)
+    for seconds in (2.0, 3.0):
+        ledger.record_span(trainer, "busy", "step 0", seconds, end_ago_s=5.0)
     ledger.record_step(trainer, 0, '{"reward": 0.25}')
     ledger.record_step(trainer, 0, '{"reward": 0.75}')
     (span,) = ledger.spans(RUN)

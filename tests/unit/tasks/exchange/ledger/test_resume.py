@@ -4,12 +4,27 @@ import pytest
 
 from planners.errors import UserError
 from tasks.exchange.ledger import Actor, Fenced, Ledger
-from tests.support.ledger import RUN, B, ask, join, lease, load, run_two_steps, score, states, supervisor_of, take
+from tests.support.ledger import (
+    RUN,
+    B,
+    a_process,
+    ask,
+    go_back,
+    join,
+    lease,
+    load,
+    run_two_steps,
+    score,
+    states,
+    supervisor_of,
+    take,
+)
 
 
 def test_resume_takes_back_what_came_after_the_checkpoint(ledger: Ledger, trainer: Actor, replica: Actor) -> None:
     run_two_steps(ledger, trainer, replica)
-    assert ledger.resume_from(RUN, 1, trainer) == 1
+    assert go_back(ledger, 1) == 1
+    trainer = join(ledger, "trainer")
     assert states(ledger) == [
         (0, "consumed", None),
         (1, "consumed", None),
@@ -31,7 +46,7 @@ def test_resume_takes_back_what_came_after_the_checkpoint(ledger: Ledger, traine
 def test_resume_from_the_newest_checkpoint_loses_nothing(ledger: Ledger, trainer: Actor, replica: Actor) -> None:
     run_two_steps(ledger, trainer, replica)
     before = states(ledger)
-    ledger.resume_from(RUN, 2)
+    go_back(ledger, 2)
     assert states(ledger) == before
 
 
@@ -42,10 +57,10 @@ def test_a_step_whose_trainer_died_before_reporting_it_is_finished_by_the_resume
         score(ledger, replica, leased)
     take(ledger, trainer, 0)
     ledger.record_version(trainer, 1, "path-1")  # the checkpoint of step 1 is on the disk too
-    ledger.resume_from(RUN, 1)
+    go_back(ledger, 1)
     assert [(row.step, row.metrics) for row in ledger.steps(RUN)] == [(0, {})]
     assert ledger.progress(RUN).step == 1
-    ledger.resume_from(RUN, 0)
+    go_back(ledger, 0)
     assert ledger.steps(RUN) == []
 
 
@@ -58,7 +73,7 @@ def test_a_leased_group_that_may_have_tokens_of_an_abandoned_version_is_dropped(
     take(ledger, trainer, 0)
     ledger.record_version(trainer, 1, "path-1")
     assert ledger.claim_version(replica, 0, 1)  # the engine may have gone on under version 1 since
-    ledger.resume_from(RUN, 0)
+    go_back(ledger, 0)
     assert states(ledger)[2] == (2, "dropped", "abandoned")
     assert score(ledger, replica, leases[2]) is False
 
@@ -72,14 +87,14 @@ def test_a_scored_group_is_abandoned_by_its_newest_token(ledger: Ledger, trainer
     load(ledger, replica, (0, 1))
     ledger.complete_group(replica, pure.group_id, 0, 0.5, {}, 1, newest_version=0)
     ledger.complete_group(replica, mixed.group_id, 0, 0.5, {}, 1, newest_version=1)
-    ledger.resume_from(RUN, 0)
+    go_back(ledger, 0)
     assert states(ledger)[:2] == [(0, "scored", None), (1, "dropped", "abandoned")]
 
 
 def test_a_resume_fences_the_trainer_of_the_old_lineage(ledger: Ledger, trainer: Actor) -> None:
     supervisor = supervisor_of(ledger)
     assert ledger.lineage_of(trainer) == 0
-    ledger.resume_from(RUN, 0, supervisor)
+    go_back(ledger, 0)
     for write in (
         lambda: ledger.lineage_of(trainer),
         lambda: ledger.record_version(trainer, 0, "path"),
@@ -91,9 +106,26 @@ def test_a_resume_fences_the_trainer_of_the_old_lineage(ledger: Ledger, trainer:
     assert ledger.lineage_of(join(ledger, "trainer")) == 1
 
 
+def test_going_back_is_repeatable_by_its_key(ledger: Ledger, trainer: Actor) -> None:
+    """An answer that was lost is given again; the same key from another supervisor is another word."""
+    supervisor = supervisor_of(ledger)
+    assert [ledger.resume_from(supervisor, 0, "once") for _ in range(2)] == [1, 1]
+    current = join(ledger, "trainer")
+    assert ledger.resume_from(supervisor, 0, "once") == 1
+    assert ledger.lineage_of(current) == 1
+    assert ledger.resume_from(supervisor, 0, "twice") == 2
+    seen = next((row.attempt, row.serial) for row in ledger.actors(RUN) if row.role == "supervisor")
+    successor = ledger.take_over(RUN, a_process(), "flow-2", seen)
+    assert ledger.resume_from(successor, 0, "twice") == 3
+    with pytest.raises(Fenced):
+        ledger.resume_from(supervisor, 0, "twice")
+    with pytest.raises(ValueError, match="decides nothing"):
+        ledger.resume_from(join(ledger, "trainer"), 0, "mine")
+
+
 def test_a_checkpoint_of_another_run_is_refused(ledger: Ledger, trainer: Actor) -> None:
     with pytest.raises(UserError, match="checkpoint is of step 5, but the ledger of run run knows 0 steps"):
-        ledger.resume_from(RUN, 5)
+        go_back(ledger, 5)
     run = ledger.find_run(run_id=RUN)
     assert run is not None
     assert run.lineage == 0
@@ -103,13 +135,14 @@ def test_a_checkpoint_counts_only_in_the_history_that_survives(ledger: Ledger, t
     found = [(0, 1), (0, 2), (1, 2)]
     run_two_steps(ledger, trainer, replica)
     assert ledger.proven_checkpoints(RUN, found) == [(0, 1), (0, 2)]
-    ledger.resume_from(RUN, 1, trainer)
+    go_back(ledger, 1)
     assert ledger.proven_checkpoints(RUN, found) == [(0, 1)]
+    trainer = join(ledger, "trainer")
     take(ledger, trainer, 1)
     assert ledger.proven_checkpoints(RUN, found) == [(0, 1), (1, 2)]  # written, and its step not reported yet
     ledger.record_step(trainer, 1, "{}")
     assert ledger.proven_checkpoints(RUN, found) == [(0, 1), (1, 2)]
-    ledger.resume_from(RUN, 2)
+    go_back(ledger, 2)
     assert ledger.proven_checkpoints(RUN, found) == [(0, 1), (1, 2)]
-    ledger.resume_from(RUN, 0)
+    go_back(ledger, 0)
     assert ledger.proven_checkpoints(RUN, found) == []

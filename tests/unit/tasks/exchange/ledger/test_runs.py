@@ -35,30 +35,28 @@ def test_a_run_is_begun_once_with_its_supervisor(ledger: Ledger) -> None:
     assert ledger.find_run(run_id="missing") is None
 
 
-def test_a_cancellation_belongs_to_a_flow_run(ledger: Ledger) -> None:
-    """It is repeatable, may come before the run, and is nothing to the flow run that resumes the run."""
-    for _ in range(2):
-        ledger.ask_to_cancel("flow-1")
+def test_a_cancellation_reaches_who_supervises_for_that_flow_run(ledger: Ledger) -> None:
+    """It is repeatable, is to be asked again until the run is there, and is nothing to the flow run that resumes it."""
+    assert not ledger.ask_to_cancel("flow-1")
     first = begin(ledger, "other", flow_run_id="flow-1")
+    assert ledger.heartbeat(first).wanted == "run"
+    assert [ledger.ask_to_cancel("flow-1") for _ in range(2)] == [True, True]
     assert ledger.heartbeat(first).wanted == "leave"
     ledger.finish(first, "done")
     second = ledger.take_over("other", a_process(), "flow-2")
-    ledger.ask_to_cancel("flow-1")
+    assert not ledger.ask_to_cancel("flow-1")
     assert ledger.heartbeat(second).wanted == "run"
     ledger.ask_to_cancel("flow-2")
     assert ledger.heartbeat(second).wanted == "leave"
+    assert ledger.heartbeat(supervisor_of(ledger)).wanted == "run", "another run was asked to end"
 
 
 def test_a_retry_of_a_cancelled_flow_run_is_not_cancelled_again(ledger: Ledger) -> None:
-    """But one that takes up a run for the first time may have been asked to end before it did so."""
     first = begin(ledger, "other", flow_run_id="flow-1")
-    for flow_run_id in ("flow-1", "flow-2"):
-        ledger.ask_to_cancel(flow_run_id)
+    ledger.ask_to_cancel("flow-1")
     ledger.close_run(first, "cancelled")
     retry = ledger.take_over("other", a_process(), "flow-1")
     assert ledger.heartbeat(retry).wanted == "run"
-    ledger.finish(retry, "done")
-    assert ledger.heartbeat(ledger.take_over("other", a_process(), "flow-2")).wanted == "leave"
     with pytest.raises(UserError, match="knows no run missing"):
         ledger.take_over("missing", a_process(), None)
 
@@ -105,7 +103,7 @@ def test_a_replaced_supervisor_decides_nothing(ledger: Ledger, trainer: Actor, r
         lambda: ledger.set_mlflow_run(zombie, "tracked"),
         lambda: ledger.add_plan_epoch(zombie, run_plan("a")),
         lambda: ledger.request_evaluation(zombie, "after", 3),
-        lambda: ledger.resume_from(RUN, 0, zombie),
+        lambda: ledger.resume_from(zombie, 0, "again"),
         lambda: ledger.assign(zombie, "replica", 0, 2, 0, ["here"]),
         lambda: ledger.fence(zombie, current),
         lambda: ledger.fence(zombie, replica),
@@ -135,15 +133,20 @@ def test_the_first_word_about_a_run_counts_and_its_actors_leave(ledger: Ledger, 
 
 
 def test_only_the_run_that_is_meant_is_settled(ledger: Ledger) -> None:
-    """A resume under another flow run may have come between the look and the settling."""
+    """A beat, a retry, or a resume under another flow run may have come between the look and the settling."""
     first = begin(ledger, "other", flow_run_id="flow-1")
-    assert [ledger.settle_run("other", "flow-1", "failed") for _ in range(2)] == [True, True]
-    assert not ledger.settle_run("other", "flow-1", "cancelled")
+    seen = serial_of(ledger, first)
+    ledger.heartbeat(first)
+    assert not ledger.settle_run(first, seen, "failed")
+    assert [ledger.settle_run(first, seen + 1, "failed") for _ in range(2)] == [True, True]
+    assert not ledger.settle_run(first, seen + 1, "cancelled")
     with pytest.raises(Fenced):
         ledger.heartbeat(first)
-    resumed = ledger.take_over("other", a_process(), "flow-2")
-    assert not ledger.settle_run("other", "flow-1", "failed")
-    assert ledger.heartbeat(resumed).wanted == "run"
+    for flow_run_id in ("flow-1", "flow-2"):
+        current = ledger.take_over("other", a_process(), flow_run_id)
+        assert not ledger.settle_run(first, seen + 1, "failed")
+        assert ledger.heartbeat(current).wanted == "run"
+        ledger.finish(current, "done")
 
 
 def test_plan_epochs_and_machines(ledger: Ledger) -> None:

@@ -1,0 +1,100 @@
+"""What becomes of runs whose processes are gone or are about to be ended with the stack.
+
+What is wanted is written into the ledger before anybody is told; and a run is closed only if its supervisor is the one
+whose process was found gone, which the ledger checks in the transaction that closes it.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+
+from sqlalchemy.exc import SQLAlchemyError
+
+from deployments.local import servers
+from deployments.local.servers import StackState
+from deployments.prefect.api import PrefectApi, Unreachable
+from planners.errors import UserError
+from tasks.config.settings import Settings
+from tasks.exchange.ledger import Actor, ActorRow, Ledger, RunRow
+from tasks.exchange.ledger.database import cause_of
+from tasks.exchange.ledger.rows import newest_attempts
+from tasks.tracking.tracker import end_run
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Running:
+    """A run that goes on as far as the ledger knows, with the newest attempts of its supervisor and actors."""
+
+    run: RunRow
+    rows: Sequence[ActorRow]
+
+
+def running_runs(settings: Settings, say: Say) -> list[Running]:
+    """The runs that go on; none where the ledger cannot be read, which `say` is told."""
+    try:
+        ledger = Ledger(settings.shared.ledger_url)
+        return [Running(run, ledger.actors(run.run_id)) for run in ledger.list_runs() if run.state == "running"]
+    except (UserError, SQLAlchemyError) as error:
+        say(f"The runs in the ledger are left as they are: {_told(error)}")
+        return []
+
+
+def want_the_end(settings: Settings, say: Say) -> None:
+    """Write down that the runs supervised on this machine are to end: a signal may be lost, what is written is not."""
+    here = _flow_runs_here(settings)
+    for found in running_runs(settings, say):
+        if found.run.flow_run_id in here:
+            try:
+                Ledger(settings.shared.ledger_url).ask_to_cancel(found.run.flow_run_id)
+            except SQLAlchemyError as error:
+                say(f"Run {found.run.run_id} is told by a signal only: {_told(error)}")
+
+
+def settle_flow_runs(
+    settings: Settings, state: StackState, state_type: str, message: str, before: datetime, say: Say
+) -> None:
+    """Close flow runs of the own server whose process is gone: a killed worker leaves them Running for ever.
+
+    Those that changed state since `before` may be starting just now.
+    """
+    api = PrefectApi(state.prefect_url)
+    waiting = ["SCHEDULED"] if state_type == "CANCELLED" else []
+    going_on = running_runs(settings, say)  # first: who takes a run over from here on is not found gone
+    living = _flow_runs_here(settings)
+    try:
+        open_runs = api.flow_runs(["RUNNING", "CANCELLING", "PENDING", *waiting])
+        gone = [
+            run["id"]
+            for run in open_runs
+            if run["id"] not in living and datetime.fromisoformat(run["state"]["timestamp"]) < before
+        ]
+        for flow_run_id in gone:
+            api.set_state(flow_run_id, state_type, message, force=True)
+        # Of those that their worker saw die, the ledger has not heard either.
+        crashed = [run["id"] for run in api.flow_runs(["CRASHED"]) if run["id"] not in living]
+    except Unreachable:
+        return
+    lost = [found for found in going_on if found.run.flow_run_id in {*gone, *crashed}]
+    settle_runs(settings, state.mlflow_url, lost, is_cancelled=state_type == "CANCELLED")
+
+
+def settle_runs(settings: Settings, mlflow_url: str, lost: Sequence[Running], is_cancelled: bool) -> None:
+    """Close runs that could not do so themselves, also in MLflow; their actors are fenced: none may go on."""
+    state = "cancelled" if is_cancelled else "failed"
+    for run, rows in ((found.run, found.rows) for found in lost):
+        supervisor = next(row for row in rows if row.role == "supervisor")
+        actor = Actor(run.run_id, "supervisor", supervisor.slot, supervisor.attempt)
+        if Ledger(settings.shared.ledger_url).settle_run(actor, supervisor.serial, state):
+            end_run(mlflow_url, run.mlflow_run_id, "KILLED" if is_cancelled else "FAILED", newest_attempts(rows))
+
+
+def _flow_runs_here(settings: Settings) -> set[str]:
+    """The flow runs that have a process of this stack."""
+    found = (variables.get("PREFECT__FLOW_RUN_ID") for _, variables in servers.marked_processes(settings))
+    return {flow_run_id for flow_run_id in found if flow_run_id}
+
+
+def _told(error: Exception) -> str:
+    return str(error) if isinstance(error, UserError) else f"{cause_of(error)}."
