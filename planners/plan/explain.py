@@ -15,6 +15,8 @@ from planners.search.next_device import NEGLIGIBLE, Gain
 SYMBOLS = {"train": "T", "generate": "G", "sync": "s", "wait": ".", "down": "x"}
 DISAGREEMENT = 0.05
 """Share by which plan and simulation may differ without a word on which to trust."""
+MOST_HINTS = 5
+"""Device types of which one more is spoken of by name."""
 ALIKE = 4
 """So many equal machines in a row have a line each in the map; more share one."""
 
@@ -187,10 +189,17 @@ def _next_devices(plan: ClusterPlan, gains: Mapping[str, Gain]) -> list[str]:
     """A sentence per type, the most useful first."""
     waits = plan.limited_by == "generation" and _longest_decide(plan)
     why = ", since the longest answers decide" if waits else ""  # else one would expect more devices to help
+    by_gain = sorted(gains.items(), key=lambda item: -item[1].share)
     lines = [
         f"One more {kind} brings {_gain_words(gain)}{why if gain.share <= NEGLIGIBLE else ''}."
-        for kind, gain in sorted(gains.items(), key=lambda item: -item[1].share)
+        for kind, gain in by_gain[:MOST_HINTS]
     ]
+    if len(by_gain) > MOST_HINTS:
+        rest = by_gain[MOST_HINTS:]
+        most = _gain_words(rest[0][1])
+        lines.append(
+            f"One more of any of {len(rest)} other types brings {most}{'' if most == 'nothing' else ' or less'}."
+        )
     if any(gain.share > NEGLIGIBLE for gain in gains.values()):
         lines.append("These are planned gains in tokens/s, on a machine of its own, before placement.")
     return lines

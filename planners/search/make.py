@@ -222,8 +222,6 @@ def _fastest_as_cheap(
     """
     meets = cheapest.step_s <= (wish.target_step_s or 0.0) * (1 + MET)
     price = _price(cheapest)
-    if meets and price == 0:
-        return cheapest
     budget = Wish(budget_usd_per_h=price * (1 + MET) if meets else None)
     choice = solve_joint(problem, training, rollout, budget, time_limit_s=time_limit_s, gap=gap)
     best = min(cheapest, place(problem, choice.training, choice.replicas), key=_quality(wish))

@@ -134,6 +134,15 @@ def test_one_more_device_that_brings_nothing_although_generation_limits_is_expla
     assert "nothing, since" not in explain(PLAN, {"h20": Gain(0.0)})
 
 
+def test_few_device_types_are_spoken_of_and_the_rest_together() -> None:
+    gains = {f"type-{n}": Gain(0.1 - n / 100) for n in range(8)}
+    lines = [line for line in explain(PLAN, gains).splitlines() if line.startswith("One more")]
+    assert len(lines) == 6
+    assert lines[-1] == "One more of any of 3 other types brings +5.0% or less."
+    nothing = explain(PLAN, dict.fromkeys(map(str, range(200)), Gain(0.0)))
+    assert "One more of any of 195 other types brings nothing." in nothing
+
+
 @pytest.mark.parametrize(
     ("factor", "staleness", "words"),
     [

@@ -194,6 +194,22 @@ def test_scoring_beside_generation_costs_a_plan_little(reward_s: float, slower: 
     assert simulate(plan, steps=60, warm_up=20).step_s == pytest.approx(plan.step_s, rel=0.05)
 
 
+@pytest.mark.parametrize("goal", [{"budget_usd_per_h": 0.5}, {"target_tokens_per_s": 100.0}])
+def test_devices_that_cost_nothing_are_used_as_well_as_they_can_be(goal: dict[str, float]) -> None:
+    """Any plan on them is the cheapest: asked for 100 tokens/s, they gave 2,212 s a step for 0 USD/h."""
+    machines = [
+        {"name": "own", "device_type": "l40s", "devices": 4, "count": 2, "usd_per_h": 0.0},
+        {"name": "rented", "device_type": "h800-sxm", "devices": 8},
+    ]
+    links = [{"between": ["l40s", other], "gb_per_s": 1.5} for other in ("l40s", "h800-sxm")]
+    cluster = parse_cluster(ClusterFile.model_validate({"name": "own", "machines": machines, "links": links}))
+    demand = replace(PAPER, prompts_per_step=16, group_size=8)
+    free = plan_for(cluster.restricted({"own-0": 4, "own-1": 4}), SMALL, demand)
+    plan = plan_for(cluster, SMALL, demand, **goal)
+    assert plan.usd_per_h == 0
+    assert plan.step_s == pytest.approx(free.step_s, rel=SOLVER_GAP)
+
+
 def test_exhaustive_search_stops_at_eight_devices() -> None:
     with pytest.raises(UserError, match="stops at 8 devices"):
         plan_for(HEX, SEVEN, PAPER, mode="exhaustive")
