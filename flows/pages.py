@@ -68,6 +68,17 @@ def show_tracking(tracker: Tracker) -> None:
             key="mlflow-run",
             description="Metrics, parameters and files of this run.",
         )
+        create_link_artifact(
+            link=study_page(uri, tracker.experiment_id),
+            link_text="All runs of its experiment, as curves",
+            key="mlflow-study",
+            description="Runs beside each other.",
+        )
+
+
+def study_page(uri: str, experiment_id: str | None) -> str:
+    """MLflow's page of an experiment's training runs with their charts; by itself it opens on traces of prompts."""
+    return f"{uri}/#/experiments/{experiment_id}/runs?compareRunsMode=CHART&workflowType=machine_learning"
 
 
 @_shown("the profiles")

@@ -67,8 +67,6 @@ def test_the_plan_is_kept_whole_and_shown(shown: dict[str, Any]) -> None:
     (epoch,) = run.ledger.plan_epochs(run.run_id)
     assert ClusterPlan.model_validate_json(epoch.plan_json) == PLAN
     assert tracker.files == ["experiment.json", "plan.json"]
-    assert tracker.metrics["plan/predicted_step_s"] == PLAN.step_s
-    assert tracker.metrics["plan/predicted_publish_s"] == 1.0
     assert [(row["role"], row["devices"]) for row in shown["plan"]] == [
         ("train", "0"),
         ("rollout", "1"),
@@ -89,10 +87,14 @@ def test_measured_times_are_tracked_beside_predicted_ones(
     times = {"step_s": 9.0, "train_s": 8.5, "rollout_s": None, "publish_s": 0.5, "load_s": None}
     summary = {"run_id": "r", "status": "failed", **{f"{name}_measured": value for name, value in times.items()}}
     monkeypatch.setattr(running, "write_report", lambda *_: summary)
-    run, tracker = open_run(Experiment(), None, None), Noted()
+    run, tracker, child = open_run(Experiment(), None, None), Noted(), Noted()
+    monkeypatch.setattr(Tracker, "child", lambda *_: child)
     assert running.report(run, PLAN, tracker, Curves(tracker, run.ledger, run.run_id, 0)) == summary
-    measured = {name: value for name, value in tracker.metrics.items() if name.startswith("plan/measured")}
+    measured = {name: value for name, value in child.metrics.items() if name.startswith("plan/measured")}
     assert measured == {"plan/measured_step_s": 9.0, "plan/measured_train_s": 8.5, "plan/measured_publish_s": 0.5}
+    assert child.metrics["plan/predicted_step_s"] == PLAN.step_s
+    assert child.metrics["plan/predicted_load_s"] == 0.5
+    assert all(name.startswith("summary/") for name in tracker.metrics), "first in the charts are the curves"
     assert tracker.files == ["summary.json", "curves.png"]
     labels = [row["figure"] for row in shown["summary"]]
     assert labels == ["step, predicted / measured", "files"]
