@@ -1,12 +1,13 @@
-"""Does the ledger cost the same however long a run is? `python -m benchmarks.ledger [--url URL] [--json FILE]`.
+"""Does the ledger cost the same however long a run is? `python -m benchmarks.ledger [--json FILE]`.
 
 Every call of a lease, beat, poll, step, checkpoint, publication or page is timed in runs with 0, 10⁴ and 10⁶ groups
 behind them, on SQLite and on PostgreSQL, with commits on the disk as in use. The three runs of a database live on in
 turns, step by step, so that other work on the machine falls on all of them alike. Printed are medians in milliseconds,
 and how many times the shortest the longest is: to be at most 1.5.
 
-Without `--url postgresql://…` it starts a PostgreSQL of its own, which needs the extra `dev`; a named server gets three
-databases for as long as it lasts. Takes some minutes, many of them to write the past.
+It starts a PostgreSQL of its own, which needs the extra `dev`, unless HEXFLOW_BENCHMARK_URL names a server
+(`postgresql://…`), which gets three databases for as long as it lasts. Takes some minutes, many of them to write the
+past.
 """
 
 import argparse
@@ -106,13 +107,13 @@ def named_urls(url: str) -> Iterator[dict[int, str]]:
 def main() -> None:
     """Measure, print a table per database, and write it as JSON where asked."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--url")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--steps", type=int, default=40)
     args = parser.parse_args()
     print(f"{os.uname().machine}, {os.cpu_count()} cores, Python {platform.python_version()}", flush=True)
     results = {}
-    postgres = named_urls(args.url) if args.url else postgres_urls()
+    url = os.environ.get("HEXFLOW_BENCHMARK_URL")  # no argument: it may hold a password, which all could read there
+    postgres = named_urls(url) if url else postgres_urls()
     for database, urls in (("sqlite", sqlite_urls()), ("postgresql", postgres)):
         print(f"{database}; load {os.getloadavg()[0]:.1f}", flush=True)
         with urls as places:

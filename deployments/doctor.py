@@ -22,8 +22,9 @@ from pathlib import Path
 
 from deployments.cli.terminal import tolerate_encodings
 from deployments.findings import Finding, Verdict, show
-from deployments.web import NO_ANSWER, answers, open_url, without_password
+from deployments.web import NO_ANSWER, answers, open_url
 from planners.errors import UserError
+from tasks.config.passwords import without_password
 from tasks.config.settings import Settings, load_settings
 from tasks.machine.memory import memory_bytes
 

@@ -2,7 +2,6 @@
 
 import base64
 import http.client
-import re
 import urllib.request
 from typing import cast
 from urllib.parse import unquote, urlsplit, urlunsplit
@@ -12,11 +11,6 @@ _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 NO_ANSWER = (OSError, ValueError, http.client.HTTPException)
 """What `open_url` and reading its answer raise: nobody answers, it breaks off or is no HTTP, or the URL is none."""
-
-
-def without_password(url: str) -> str:
-    """The URL as it may be shown."""
-    return re.sub(r"//[^@/]*@", "//…@", url)
 
 
 def basic(pair: str) -> str:

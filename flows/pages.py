@@ -2,7 +2,6 @@
 
 import logging
 import os
-import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -28,6 +27,7 @@ from planners.plan.explain import memory_table, money, seconds
 from planners.plan.plan import ClusterPlan
 from planners.plan.run import MachineShare
 from planners.search.make import rounded_down
+from tasks.config.passwords import without_password
 from tasks.exchange.ledger import Progress
 from tasks.tracking.report import key_figures
 from tasks.tracking.tracker import Tracker
@@ -41,8 +41,8 @@ def _shown(what: str) -> Iterator[None]:
     """A server that cannot take what is to be shown does not stop the run."""
     try:
         yield
-    except (httpx.HTTPError, PrefectException):
-        _log.warning("the Prefect server did not take %s", what, exc_info=True)
+    except (httpx.HTTPError, PrefectException) as error:
+        _log.warning("the Prefect server did not take %s: %s", what, without_password(str(error)))
 
 
 @_shown("the name of the run")
@@ -60,7 +60,7 @@ def show_tracking(tracker: Tracker) -> None:
         words = f"This run is not in MLflow: {tracker.fault}"
         print(words)
         create_markdown_artifact(words, key="mlflow-run", description="Why there are no curves of this run.")
-    uri = re.sub(r"//[^@/]*@", "//", os.environ.get("MLFLOW_TRACKING_URI", ""))  # whoever reads it signs in as himself
+    uri = without_password(os.environ.get("MLFLOW_TRACKING_URI", "")).replace("…@", "")  # each signs in as himself
     if tracker.run_id and uri.startswith("http"):
         create_link_artifact(
             link=f"{uri}/#/experiments/{tracker.experiment_id}/runs/{tracker.run_id}",

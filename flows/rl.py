@@ -203,7 +203,7 @@ def require_free(plan: RunPlan, settings: Settings) -> None:
         UserError: another run holds one of the plan's devices.
     """
     for share in plan.shares:
-        with hold_devices(share.kind, share.devices, "a run that starts", settings, deadline_s=10.0):
+        with hold_devices(share.machine, share.kind, share.devices, "a run that starts", settings, deadline_s=10.0):
             pass
 
 
@@ -211,7 +211,7 @@ def train_and_roll_out(run: RunContext, epoch: int, plan: ClusterPlan, work: Wor
     """Run the plan's actors until the last step is trained and evaluated."""
     work.connections.enter_context(without_repeats())
     client = work.connections.enter_context(get_client(sync_client=True))
-    launcher = PrefectLauncher(client, run.run_id, epoch, run.settings.shared.environment())
+    launcher = PrefectLauncher(client, run.run_id, epoch)
     assert work.tracker
     curves = Curves(work.tracker, run.ledger, run.run_id, run.resume_step or 0)
     artifact = ProgressArtifact(run.run_id)

@@ -18,8 +18,9 @@ from tasks.config.settings import Settings
 from tasks.data.chat import Chat
 from tasks.data.split import Questions
 from tasks.exchange.layout import RunDirectory
-from tasks.machine.devices import describe_holder
+from tasks.machine.devices import describe_holders
 from tasks.machine.memory import gib, memory_bytes
+from tasks.machine.private import make_private
 from tasks.models.prepare import load_tokenizer, prepare_model
 from tasks.profiling.profile import profile_device
 from tasks.rewards.python import check_functions
@@ -27,28 +28,26 @@ from tasks.rewards.references import check_references
 from tasks.training.memory import checkpoint_bytes
 from tasks.wishes import check_type, usable_devices
 
+_BFLOAT16_SINCE = 8.0
 LEAVING_S = 10.0
 """A run that ends gives its devices back within it."""
 
 
-def require_free_devices(
-    experiment: Experiment, machine: Machine, settings: Settings, run_id: str | None = None
-) -> None:
-    """Refuse to start a run while others hold any device that it may use, since its plan may take them all.
+def require_free_devices(experiment: Experiment, machine: Machine, run_id: str | None = None) -> None:
+    """Refuse to start a run while others have any device that it may use, since its plan may take them all.
 
     Args:
         experiment: says which devices the run may use.
         machine: this machine.
-        settings: where it is written who holds them.
         run_id: the run, if it is resumed: what its dead supervisor left on the devices is ended by the resume.
 
     Raises:
-        UserError: one is held, also after `LEAVING_S`; the holder is named.
+        UserError: one is held or in use, also after `LEAVING_S`; by whom is said.
     """
     give_up = time.monotonic() + LEAVING_S
-    devices = usable_devices(experiment, machine).devices
+    usable = usable_devices(experiment, machine)
     while True:
-        held = [said for d in devices if (said := describe_holder(d.kind, d.index, settings, run_id))]
+        held = describe_holders(usable, run_id)
         if not held:
             return
         if time.monotonic() > give_up:
@@ -59,10 +58,13 @@ def require_free_devices(
 def require_places(settings: Settings) -> None:
     """Make the directories of state and runs, and refuse them where they cannot be written.
 
+    The home is closed to other users.
+
     Raises:
         UserError: names the place and the variable that chooses another.
     """
     _check_writable(settings.local.home, "HEXFLOW_HOME")
+    make_private(settings.local.home, "HEXFLOW_HOME")
     _check_writable(settings.shared.runs, "HEXFLOW_RUNS")
 
 
@@ -83,6 +85,7 @@ def make_ready(experiment: Experiment, machine: Machine, settings: Settings, run
             storage do not suffice.
     """
     usable = usable_devices(experiment, machine)
+    _check_dtype(experiment, usable)
     check_functions(experiment.rewards)
     questions = Questions(experiment)  # before the model, which may take minutes
     require_places(settings)
@@ -144,6 +147,18 @@ def _check_writable(directory: Path, variable: str) -> None:
             f"{directory} cannot be written ({error.strerror}): make room or mend its permissions, or name another "
             f"place in {variable}."
         ) from None
+
+
+def _check_dtype(experiment: Experiment, machine: Machine) -> None:
+    """Refuse GPUs that do not compute in the model's format: bfloat16 came with compute capability 8.0."""
+    if experiment.model.dtype != "bfloat16":
+        return
+    for device in machine.devices:
+        if device.compute_capability and float(device.compute_capability) < _BFLOAT16_SINCE:
+            raise UserError(
+                f"model.dtype is bfloat16, which {device.device_type} (compute capability {device.compute_capability}) "
+                "does not compute in: write model.dtype=float32, or name other types in cluster.device_types."
+            )
 
 
 def require_memory(experiment: Experiment, machine: Machine, model: Model) -> None:

@@ -64,6 +64,14 @@ def _apply(settings: Settings, patch: pytest.MonkeyPatch) -> None:
         patch.setenv(name, value)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _own_machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What tests hold on this machine is held among them alone: they run beside a run of the user's."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HEXFLOW_LOCAL", str(tmp_path_factory.mktemp("local")))
+        yield
+
+
 @pytest.fixture
 def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Settings:
     """Settings of a place of the test's own."""

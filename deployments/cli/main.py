@@ -160,7 +160,7 @@ def train(experiment: ExperimentFile, overrides: Overrides = None) -> None:
     require_places(settings)
     with telling(console.print) as tell:
         tell("looking whether the devices are free")
-        require_free_devices(resolved, machine, settings)
+        require_free_devices(resolved, machine)
         tell(running.PREPARING.format(resolved.model.source))
         make_ready(resolved, machine, settings)
     running.run_and_follow(settings, {"experiment": resolved.model_dump(mode="json"), "resume": None}, machine)
@@ -225,7 +225,7 @@ def resume(run: Annotated[str, typer.Argument(metavar="RUN", help="Run id, as `h
             tell(f"watching whether somebody is at work on {run}, for up to {SUPERVISOR_SILENCE_S:.0f} s")
             require_unsupervised(run, ledger)
         tell("looking whether the devices are free")
-        require_free_devices(resolved, machine, settings, run)
+        require_free_devices(resolved, machine, run)
     if row is None:
         raise UserError(
             f"The ledger does not know run {run} of {settings.shared.runs}: set HEXFLOW_HOME and HEXFLOW_LEDGER_URL as "

@@ -16,10 +16,10 @@ from deployments.cli.terminal import CANCELLED, FAILED, complain, telling
 from deployments.local import stack
 from deployments.local.stack import Stack
 from deployments.prefect.api import PrefectApi, Unreachable
-from deployments.web import without_password
 from planners.errors import UserError
 from planners.hardware.machine import Machine
 from tasks.config.experiment import Experiment
+from tasks.config.passwords import without_password
 from tasks.config.settings import Settings
 from tasks.exchange.ledger import Ledger
 from tasks.exchange.ledger.database import cause_of

@@ -15,9 +15,10 @@ from sqlalchemy.engine import make_url
 from deployments.cli.follow import minutes
 from deployments.local.servers import StackState
 from deployments.prefect.api import PrefectApi, Unreachable
-from deployments.web import answers, without_password
+from deployments.web import answers
 from planners.hardware.machine import Machine
 from planners.plan.plan import ClusterPlan
+from tasks.config.passwords import without_password
 from tasks.config.settings import Settings
 from tasks.config.trees import SHIPPED
 from tasks.exchange.layout import RunDirectory

@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from tasks.config.passwords import without_password
+
 FAILED, BAD_INPUT, CANCELLED = 1, 2, 130
 """Exit status of a command."""
 TELL_EVERY_S = 10.0
@@ -21,8 +23,8 @@ def tolerate_encodings() -> None:
 
 
 def complain(message: str) -> int:
-    """Say it on stderr; returns the exit status of bad input."""
-    print(f"hexflow: {message}", file=sys.stderr)
+    """Say it on stderr; returns the exit status of bad input. Libraries' own words may have a server's URL in them."""
+    print(f"hexflow: {without_password(message)}", file=sys.stderr)
     return BAD_INPUT
 
 

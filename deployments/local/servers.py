@@ -1,7 +1,6 @@
 """The stack's processes and what is remembered of them: one state file; a process is known by pid and start time."""
 
 import hashlib
-import json
 import os
 import socket
 import sys
@@ -14,6 +13,8 @@ from pydantic import BaseModel, ValidationError
 
 from planners.errors import UserError
 from tasks.config.settings import Settings
+from tasks.exchange.files import write_atomic
+from tasks.machine.private import OWN_FILE
 from tasks.machine.processes import ProcessGroup
 
 HOST = "127.0.0.1"
@@ -106,18 +107,14 @@ def load_state(settings: Settings) -> StackState | None:
 
 
 def save_state(settings: Settings, state: StackState) -> None:
-    """Replace the state file atomically."""
-    path = state_path(settings)
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(state.model_dump(mode="json"), indent=2))
-    temporary.replace(path)
+    """Replace the state file atomically; its owner alone may read it, for URLs of servers may hold passwords."""
+    write_atomic(state_path(settings), state.model_dump_json(indent=2).encode(), OWN_FILE)
 
 
 def start_member(settings: Settings, name: str, argv: list[str], env: dict[str, str]) -> Member:
     """Start one process of the stack; its log is logs/<name>.log, begun anew."""
     log = settings.local.logs / f"{name}.log"
-    log.parent.mkdir(parents=True, exist_ok=True)
-    log.write_bytes(b"")
+    log.unlink(missing_ok=True)
     group = ProcessGroup.start(argv, env, log)
     return Member(pid=group.pid, started_s=psutil.Process(group.pid).create_time(), log=log)
 

@@ -22,11 +22,13 @@ from deployments.local.worker import worker_name
 from deployments.prefect import setup
 from deployments.prefect.api import PrefectApi
 from deployments.prefect.versions import local_versions
-from deployments.web import answers, without_password
+from deployments.web import answers
 from planners.errors import UserError
 from planners.hardware.machine import Machine
+from tasks.config.passwords import without_password
 from tasks.config.settings import Settings
 from tasks.machine.discovery import CONTROL, discover_machine
+from tasks.machine.private import OWN_FILE, make_private
 from tasks.machine.processes import ask_to_end, end_sessions, kill_processes, tail
 from tasks.tracking.address import require_trackable
 
@@ -165,14 +167,14 @@ def find(settings: Settings) -> StackState | None:
 def _locked(settings: Settings, say: Say) -> Iterator[None]:
     """One `up` or `down` at a time per home."""
     try:
-        settings.local.home.mkdir(parents=True, exist_ok=True)
-        settings.local.logs.mkdir(exist_ok=True)
+        make_private(settings.local.home, "HEXFLOW_HOME")
+        make_private(settings.local.logs, "HEXFLOW_HOME")
     except OSError as error:
         raise UserError(
             f"The state directory {settings.local.home} cannot be made ({error.strerror}): set HEXFLOW_HOME to a "
             "directory that can be written."
         ) from None
-    lock = FileLock(settings.local.home / "stack.lock")
+    lock = FileLock(settings.local.home / "stack.lock", mode=OWN_FILE)
     try:
         lock.acquire(timeout=0)
     except Timeout:
@@ -226,7 +228,7 @@ def _wanted_state(settings: Settings, machine: Machine) -> StackState:
         "machine": machine.name,
         "devices": ", ".join(f"{device.index} {device.device_type}" for device in machine.devices),
         "runs": str(settings.shared.runs),
-        "ledger": settings.shared.ledger_url,
+        "ledger": without_password(settings.shared.ledger_url),
         "Prefect server": named[PREFECT] or "own",
         "MLflow server": named[MLFLOW] or "own",
         "worker code": servers.worker_code(),

@@ -10,8 +10,9 @@ from typing import Any, cast
 import httpx
 import tenacity
 
-from deployments.web import answers, basic, without_password
+from deployments.web import answers, basic
 from planners.errors import UserError
+from tasks.config.passwords import without_password
 
 Json = dict[str, Any]
 _RETRY_S = 0.5

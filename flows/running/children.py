@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from planners.errors import UserError
 from planners.plan.run import MachineShare
 from tasks.config.settings import load_settings
 from tasks.exchange.ledger import Actor, Ledger
@@ -17,8 +18,17 @@ def is_too_late(actor: Actor) -> bool:
     """Whether nobody waits for this flow run any more, which may have been in its queue for long.
 
     The run has ended, or goes on with another attempt of this actor, or under another supervisor.
+
+    Raises:
+        UserError: the ledger of this worker does not know the run.
     """
-    return not Ledger(load_settings().shared.ledger_url).is_wanted(actor)
+    ledger = Ledger(load_settings().shared.ledger_url)
+    if ledger.find_run(run_id=actor.run_id) is None:
+        raise UserError(
+            f"The ledger of this worker does not know run {actor.run_id}: start its stack with the HEXFLOW_LEDGER_URL "
+            "and HEXFLOW_RUNS of the one that the run was started with."
+        )
+    return not ledger.is_wanted(actor)
 
 
 @contextmanager
@@ -26,9 +36,9 @@ def on_devices(share: MachineShare, holder: str) -> Iterator[None]:
     """Hold these devices; `holder` names the run and its actor for others who want them.
 
     Raises:
-        UserError: somebody else holds one of them.
+        UserError: somebody else holds or uses one of them.
     """
-    with hold_devices(share.kind, share.devices, holder, load_settings()):
+    with hold_devices(share.machine, share.kind, share.devices, holder, load_settings()):
         yield
 
 

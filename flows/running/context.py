@@ -17,6 +17,7 @@ from tasks.exchange.ledger.fence import ACTIVE
 from tasks.lifecycle.scope import this_process
 from tasks.lifecycle.silence import Silence
 from tasks.machine.discovery import discover_machine
+from tasks.machine.private import make_private
 from tasks.machine.processes import end_sessions, is_alive, is_gone
 from tasks.readiness import require_free_devices
 from tasks.rewards.python import keep_functions
@@ -63,7 +64,7 @@ def open_run(experiment: Experiment, resume: str | None, flow_run_id: str | None
             may use. Nothing has changed then.
     """
     settings = load_settings()
-    settings.local.home.mkdir(parents=True, exist_ok=True)
+    make_private(settings.local.home, "HEXFLOW_HOME")
     ledger, machine = Ledger(settings.shared.ledger_url), discover_machine()
     begun = ledger.find_run(flow_run_id=flow_run_id) if flow_run_id else None
     if begun is not None:
@@ -109,7 +110,7 @@ def _require_resumable(run: RunRow, machine: Machine, settings: Settings) -> Exp
     if not directory.experiment.exists():
         raise UserError(f"Run {run.run_id} cannot be resumed: its directory {directory.root} is gone.")
     experiment = read_resolved_experiment(directory.experiment)
-    require_free_devices(experiment, machine, settings, run.run_id)
+    require_free_devices(experiment, machine, run.run_id)
     return experiment
 
 

@@ -1,8 +1,12 @@
-"""Starts actors as sub-deployments: `train/<device type>` and `rollout/<device type>` on the machine's queue."""
+"""Starts actors as sub-deployments: `train/<device type>` and `rollout/<device type>` on the machine's queue.
+
+What an actor is told stands on the Prefect server, for all to read who may sign in there. Where its ledger and storage
+are, its worker knows from its own environment.
+"""
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar, cast
 from uuid import UUID, uuid4
@@ -17,6 +21,7 @@ from prefect.states import Cancelling
 
 from flows.running.supervisor import RunFailed
 from planners.plan.run import MachineShare
+from tasks.config.passwords import without_password
 from tasks.exchange.ledger import Actor
 
 _WORKER_DEADLINE_S = 60.0
@@ -50,21 +55,21 @@ def patiently(start: Callable[[str], _Started], what: str) -> _Started:
             return start(key)
         except (httpx.HTTPError, PrefectException) as error:
             if time.monotonic() > give_up:
+                said = without_password(str(error))
                 raise RunFailed(
-                    f"The Prefect server did not start {what} within {_SERVER_DEADLINE_S:.0f} s: {error}"
+                    f"The Prefect server did not start {what} within {_SERVER_DEADLINE_S:.0f} s: {said}"
                 ) from None
-            _log.warning("the Prefect server is away: %s", error)
+            _log.warning("the Prefect server is away: %s", without_password(str(error)))
         time.sleep(RETRY_S)
 
 
 class PrefectLauncher:
     """Launches through the Prefect server; keeps what it last heard of each flow run while the server is away."""
 
-    def __init__(self, client: SyncPrefectClient, run_id: str, epoch: int, environment: Mapping[str, str]) -> None:
+    def __init__(self, client: SyncPrefectClient, run_id: str, epoch: int) -> None:
         self._client = client
         self._run_id = run_id
         self._epoch = epoch
-        self._environment = dict(environment)
         self._ended: dict[str, tuple[float, bool]] = {}
         self._cancelled: set[str] = set()
 
@@ -90,7 +95,6 @@ class PrefectLauncher:
             f"{flow}/{share.device_type}",
             parameters={"run_id": self._run_id, "epoch": self._epoch, "attempt": actor.attempt, **part},
             work_queue_name=share.machine,
-            job_variables={"env": self._environment},
             tags=["hexflow", f"run:{self._run_id}"],
             timeout=0,
             idempotency_key=key,

@@ -24,7 +24,8 @@ from planners.errors import UserError
 from planners.hardware.machine import Machine
 from planners.hardware.profile import DeviceProfile
 from tasks.config.experiment import Experiment
-from tasks.config.settings import Settings, load_settings
+from tasks.config.passwords import without_password
+from tasks.config.settings import load_settings
 from tasks.models.prepare import LOCK_DEADLINE_S
 from tasks.profiling.profile import PART_DEADLINE_S, find_profile
 from tasks.wishes import usable_devices
@@ -58,7 +59,7 @@ def ready_and_measured(
     asked: dict[str, dict[str, Any]] = {f"profile/{name}": {"device_type": name} for name in missing}
     with get_client(sync_client=True) as client:
         flows = asked or {f"prepare/{types[0]}": {}}
-        _run_all(client, flows, experiment, machine.name, run, settings, tell)
+        _run_all(client, flows, experiment, machine.name, run, tell)
     profiles = {name: find_profile(experiment, machine, name, settings) for name in types}
     if lost := [name for name, profile in profiles.items() if profile is None]:
         raise UserError(
@@ -91,7 +92,6 @@ def _run_all(
     experiment: Experiment,
     queue: str,
     run: str | None,
-    settings: Settings,
     tell: Callable[[str], object],
 ) -> None:
     """Run deployments beside each other on a machine's queue; whatever ends this ends those that are not over.
@@ -104,7 +104,7 @@ def _run_all(
     try:
         for deployment, parameters in deployments.items():
             whole = {"experiment": experiment.model_dump(mode="json"), "run": run, **parameters}
-            start = partial(_start, deployment, whole, queue, settings)
+            start = partial(_start, deployment, whole, queue)
             asked.append(_Asked(deployment, patiently(start, f"{deployment} on {queue}")))
         with without_repeats():
             _wait_for_all(client, asked, queue, tell)
@@ -116,13 +116,12 @@ def _run_all(
                         client.set_flow_run_state(flow.flow_run.id, Cancelling())
 
 
-def _start(deployment: str, parameters: dict[str, Any], queue: str, settings: Settings, key: str) -> FlowRun:
+def _start(deployment: str, parameters: dict[str, Any], queue: str, key: str) -> FlowRun:
     run = parameters["run"]
     created = run_deployment(
         deployment,
         parameters=parameters,
         work_queue_name=queue,
-        job_variables={"env": settings.shared.environment()},
         tags=["hexflow", *([f"run:{run}"] if run else [])],
         timeout=0,
         idempotency_key=key,
@@ -142,7 +141,7 @@ def _wait_for_all(client: SyncPrefectClient, asked: list[_Asked], queue: str, te
             try:
                 flow.state = client.read_flow_run(flow.flow_run.id).state
             except (httpx.HTTPError, PrefectException) as error:
-                _log.warning("the Prefect server is away: %s", error)
+                _log.warning("the Prefect server is away: %s", without_password(str(error)))
             if flow.state is not None and flow.is_over and not flow.state.is_completed():
                 raise UserError(flow.state.message or f"{flow.deployment} on {queue} ended as {flow.state.name}.")
         waited_s = time.monotonic() - began

@@ -1,7 +1,7 @@
 """Where state lives: what all machines of a stack share, and what one machine has for itself."""
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from planners.errors import UserError
@@ -15,8 +15,8 @@ class SharedPlaces:
 
     runs: Path
     """One directory per run: weights, trajectories, checkpoints, the logs of its actors."""
-    ledger_url: str
-    """SQLAlchemy URL of the ledger."""
+    ledger_url: str = field(repr=False)
+    """SQLAlchemy URL of the ledger; it may hold a password."""
 
     @property
     def profiles(self) -> Path:
@@ -44,11 +44,6 @@ class MachinePlaces:
     def cache(self) -> Path:
         """What engines compile and keep."""
         return self.home / "cache"
-
-    @property
-    def devices(self) -> Path:
-        """Who holds which device."""
-        return self.home / "devices"
 
     @property
     def logs(self) -> Path:
@@ -94,6 +89,16 @@ def load_settings() -> Settings:
         ledger_url = f"{_SQLITE}{here / file}"
     shared = SharedPlaces(_resolve(runs) if runs else home.parent / "runs", ledger_url)
     return Settings(shared, MachinePlaces(home))
+
+
+def machine_directory() -> Path:
+    """Where all that a user runs on this machine agrees, from whichever home: `$HEXFLOW_LOCAL`, or else one in /tmp.
+
+    Neither a home, of which there may be several, nor TMPDIR, which changes from job to job, nor a directory that
+    machines share.
+    """
+    chosen = os.environ.get("HEXFLOW_LOCAL")
+    return _resolve(chosen) if chosen else Path("/tmp") / f"hexflow-{os.getuid()}"
 
 
 def _resolve(chosen: str) -> Path:

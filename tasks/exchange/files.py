@@ -14,6 +14,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,8 +26,13 @@ _Read = TypeVar("_Read")
 _DISK_REFUSES = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM}
 
 
-def write_atomic(path: Path, data: bytes) -> None:
+def write_atomic(path: Path, data: bytes, mode: int = 0o666) -> None:
     """Write `data` so that `path` holds either the old or the whole new content, also after a power cut.
+
+    Args:
+        path: the file.
+        data: its new content.
+        mode: of the file, less what the umask takes away.
 
     Raises:
         UserError: the disk is full, read-only, or not ours to write.
@@ -35,7 +41,7 @@ def write_atomic(path: Path, data: bytes) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = temporary_sibling(path)
         try:
-            with temporary.open("wb") as file:
+            with open(temporary, "wb", opener=partial(os.open, mode=mode)) as file:
                 file.write(data)
                 file.flush()
                 os.fsync(file.fileno())

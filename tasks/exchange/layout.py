@@ -65,9 +65,9 @@ class RunDirectory:
         return self.logs / f"{role}-{slot}{f'-rank-{rank}' if rank else ''}.log"
 
     def create(self) -> None:
-        """Make the run's directories; safe to repeat."""
-        for path in (self.weights, self.trajectories, self.checkpoints, self.logs):
-            path.mkdir(parents=True, exist_ok=True)
+        """Make the run's directories, which their owner alone may enter; safe to repeat."""
+        for path in (self.root, self.weights, self.trajectories, self.checkpoints, self.logs):
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def weights_path(self, lineage: int, number: int) -> Path:
         """Directory of policy version (lineage, number)."""

@@ -15,6 +15,7 @@ from typing import Any, NoReturn, Self
 from sqlalchemy.exc import SQLAlchemyError
 
 from planners.errors import UserError
+from tasks.config.passwords import without_password
 from tasks.exchange.ledger import Actor, Fenced, Ledger, Process
 from tasks.lifecycle.silence import Silence
 from tasks.machine.processes import process_key
@@ -109,7 +110,7 @@ class ActorScope:
             say_last_word(self._ledger, self.actor, "done")
         else:
             message = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
-            say_last_word(self._ledger, self.actor, "failed", message)
+            say_last_word(self._ledger, self.actor, "failed", without_password(message))
         self._beats.join(self._interval_s)
 
     def _close(self) -> None:

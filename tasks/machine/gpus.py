@@ -6,8 +6,9 @@ Seen with a fake of nvidia-ml-py only.
 import os
 import re
 import threading
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
 
 import pynvml
 
@@ -18,7 +19,11 @@ from planners.hardware.machine import Device
 ANSWER_DEADLINE_S = 30.0
 """Longest wait for the driver; it needs a second, and for ever where a GPU has fallen off the bus."""
 _SAME_MEMORY = 0.05
-_VENDOR = ("nvidia", "geforce", "tesla", "quadro", "graphics", "device")
+_COMMON = re.compile(
+    r"nvidia|geforce|tesla|quadro|graphics|device|gpu|generation|edition|workstation|blackwell|sxm\d?|\d+gb|hbm\w*"
+)
+"""Words of the vendor's that tell no two models apart, and those of memory, which is measured."""
+_Answer = TypeVar("_Answer")
 
 
 def find_gpus() -> tuple[Device, ...]:
@@ -27,27 +32,16 @@ def find_gpus() -> tuple[Device, ...]:
     Raises:
         UserError: the driver fails or gives no answer, or a GPU reports no memory of its own.
     """
-    found: list[Device] = []
-    faults: list[Exception] = []
+    return _ask(lambda parts: tuple(_device(number, *part) for number, part in enumerate(parts)))
 
-    def ask() -> None:
-        try:
-            found.extend(_ask_driver())
-        except (pynvml.NVMLError, UserError) as error:
-            faults.append(error)
 
-    asking = threading.Thread(target=ask, daemon=True)
-    asking.start()
-    asking.join(ANSWER_DEADLINE_S)
-    if asking.is_alive():
-        raise UserError(f"The NVIDIA driver gave no answer in {ANSWER_DEADLINE_S:.0f} s: check it with nvidia-smi.")
-    for fault in faults:
-        if isinstance(fault, UserError):
-            raise fault
-        raise UserError(
-            f"The NVIDIA driver fails ({fault}): mend the NVIDIA driver, or set HEXFLOW_DEVICES to use cores."
-        )
-    return tuple(found)
+def gpu_processes() -> dict[str, tuple[int, ...]]:
+    """Processes that compute on each GPU or slice, everybody's, by its UUID; none where the driver does not tell.
+
+    Raises:
+        UserError: the driver fails or gives no answer.
+    """
+    return _ask(lambda parts: {pynvml.nvmlDeviceGetUUID(handle): _processes(handle) for handle, _ in parts})
 
 
 def visible_gpus() -> tuple[Device, ...]:
@@ -64,8 +58,8 @@ def visible_gpus() -> tuple[Device, ...]:
     return tuple(gpu for gpu in gpus if any(_is_called(gpu, name) for name in names))
 
 
-def gpu_environment(numbers: Sequence[int]) -> dict[str, str]:
-    """Variables that bind a process to GPUs by their numbers here: CUDA gets UUIDs, which no setting reorders.
+def gpu_uuids(numbers: Sequence[int]) -> dict[int, str]:
+    """UUIDs of GPUs by their numbers here.
 
     Raises:
         UserError: there is no such GPU, or as `find_gpus`.
@@ -73,16 +67,24 @@ def gpu_environment(numbers: Sequence[int]) -> dict[str, str]:
     uuids = {gpu.index: gpu.uuid for gpu in find_gpus()}
     if gone := [number for number in numbers if number not in uuids]:
         raise UserError(f"GPU {gone[0]} is not there: this machine has {sorted(uuids)}.")
-    listed = ",".join(uuids[number] for number in numbers)
-    return {"CUDA_VISIBLE_DEVICES": listed, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+    return {number: uuids[number] for number in numbers}
+
+
+def gpu_environment(numbers: Sequence[int]) -> dict[str, str]:
+    """Variables that bind a process to GPUs by their numbers here: CUDA gets UUIDs, which no setting reorders.
+
+    Raises:
+        UserError: as `gpu_uuids`.
+    """
+    return {"CUDA_VISIBLE_DEVICES": ",".join(gpu_uuids(numbers).values()), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 
 
 def gpu_type(name: str, memory_bytes: int) -> str:
-    """Device type of a GPU: its name without the vendor's words, its memory in GiB, and a MIG slice's profile.
+    """Device type of a GPU: its name without words that all have, its memory in GiB, and a MIG slice's profile.
 
     The memory is left out where the catalogue knows the name with this memory: `NVIDIA H100 80GB HBM3` → `h100`,
-    `NVIDIA A100-SXM4-40GB` → `a100-40`, `NVIDIA RTX 6000 Ada Generation` → `rtx-6000-ada-48`,
-    `NVIDIA A100-SXM4-40GB MIG 1g.5gb` → `a100-40-mig-1g-5gb`.
+    `NVIDIA A100-SXM4-40GB` → `a100-40`, `NVIDIA A100 80GB PCIe` → `a100-pcie-80`, `NVIDIA RTX 6000 Ada Generation` →
+    `rtx-6000-ada-48`, `NVIDIA A100-SXM4-40GB MIG 1g.5gb` → `a100-40-mig-1g-5gb`.
 
     Args:
         name: as the driver says it.
@@ -97,23 +99,52 @@ def gpu_type(name: str, memory_bytes: int) -> str:
 
 
 def _model(name: str) -> str:
-    words = [word for word in _slug(name).split("-") if word not in _VENDOR]
-    if words[:1] != ["rtx"]:
-        return words[0] if words else "gpu"
-    number = next((i for i, word in enumerate(words) if any(c.isdigit() for c in word)), len(words) - 1)
-    kept = words[: number + 1] + [word for word in words[number + 1 :] if word in ("ada", "ti", "super", "d")]
-    return "-".join(kept[1:] if words[number][0].isalpha() and number == 1 else kept)  # RTX A6000 is known as A6000
+    """What tells a model from another one of the same memory: PCIe, NVL, Laptop and Max-Q are slower ones."""
+    words = [word for word in _slug(name).split("-") if not _COMMON.fullmatch(word)]
+    if words[:1] == ["rtx"] and re.fullmatch(r"[a-z]\d+", words[1] if len(words) > 1 else ""):
+        del words[0]  # RTX A6000 is known as A6000
+    return "-".join(words) or "gpu"
 
 
-def _ask_driver() -> Iterator[Device]:
+def _ask(question: Callable[[list[tuple[Any, Any]]], _Answer]) -> _Answer:
+    """The driver's answer to a question about its GPUs, as handles from `_parts`; of no GPU where there is no driver.
+
+    Raises:
+        UserError: the driver fails or gives no answer; or as the question.
+    """
+    answers: list[_Answer] = []
+    faults: list[Exception] = []
+
+    def ask() -> None:
+        try:
+            with _driver() as parts:
+                answers.append(question(parts))
+        except (pynvml.NVMLError, UserError) as error:
+            faults.append(error)
+
+    asking = threading.Thread(target=ask, daemon=True)
+    asking.start()
+    asking.join(ANSWER_DEADLINE_S)
+    if asking.is_alive():
+        raise UserError(f"The NVIDIA driver gave no answer in {ANSWER_DEADLINE_S:.0f} s: check it with nvidia-smi.")
+    for fault in faults:
+        if isinstance(fault, UserError):
+            raise fault
+        raise UserError(
+            f"The NVIDIA driver fails ({fault}): mend the NVIDIA driver, or set HEXFLOW_DEVICES to use cores."
+        )
+    return answers[0]
+
+
+@contextmanager
+def _driver() -> Iterator[list[tuple[Any, Any]]]:
     try:
         pynvml.nvmlInit()
     except (pynvml.NVMLError_LibraryNotFound, pynvml.NVMLError_DriverNotLoaded):
+        yield []
         return
     try:
-        handles = [part for i in range(pynvml.nvmlDeviceGetCount()) for part in _parts(i)]
-        for number, (handle, whole) in enumerate(handles):
-            yield _device(number, handle, whole)
+        yield [part for index in range(pynvml.nvmlDeviceGetCount()) for part in _parts(index)]
     finally:
         pynvml.nvmlShutdown()
 
@@ -151,6 +182,13 @@ def _device(number: int, handle: Any, whole: Any) -> Device:
         uuid=pynvml.nvmlDeviceGetUUID(handle),
         compute_capability=f"{major}.{minor}",
     )
+
+
+def _processes(handle: Any) -> tuple[int, ...]:
+    try:
+        return tuple(process.pid for process in pynvml.nvmlDeviceGetComputeRunningProcesses(handle))
+    except (pynvml.NVMLError_NotSupported, pynvml.NVMLError_NoPermission):
+        return ()
 
 
 def _is_called(gpu: Device, name: str) -> bool:

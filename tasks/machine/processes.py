@@ -16,7 +16,9 @@ from pathlib import Path
 import psutil
 
 from planners.errors import UserError
+from tasks.config.passwords import without_password
 from tasks.machine.gpus import gpu_environment
+from tasks.machine.private import OTHERS, OWN_DIRECTORY, open_own
 
 KILL_DEADLINE_S = 10.0
 """Longest time a process may take to vanish after SIGKILL; beyond it hangs in the kernel."""
@@ -109,7 +111,8 @@ def device_environment(kind: str, devices: Sequence[int]) -> dict[str, str]:
     """
     if kind == "cuda":
         return gpu_environment(devices)
-    return {CPU_CORES: ",".join(map(str, devices)), "OMP_NUM_THREADS": str(len(devices))}
+    cores = {CPU_CORES: ",".join(map(str, devices)), "OMP_NUM_THREADS": str(len(devices))}
+    return {**cores, "CUDA_VISIBLE_DEVICES": ""}  # the cores of a machine with GPUs may be devices as well
 
 
 def apply_device_environment() -> None:
@@ -137,10 +140,17 @@ class ProcessGroup:
         self.log = log
 
     @classmethod
-    def start(cls, argv: list[str], env: dict[str, str], log: Path) -> "ProcessGroup":
-        """Start `argv` in a new session; `env` is laid over this process's environment, output is appended to `log`."""
-        log.parent.mkdir(parents=True, exist_ok=True)
-        with log.open("ab") as output:
+    def start(cls, argv: list[str], env: dict[str, str], log: Path, pass_fds: Sequence[int] = ()) -> "ProcessGroup":
+        """Start `argv` in a new session; what it and its children write nobody but their user can read.
+
+        Args:
+            argv: the command.
+            env: laid over this process's environment.
+            log: gets its output, at the end.
+            pass_fds: descriptors that it is given.
+        """
+        log.parent.mkdir(mode=OWN_DIRECTORY, parents=True, exist_ok=True)
+        with open(log, "ab", opener=open_own) as output:
             process = subprocess.Popen(
                 argv,
                 env={**os.environ, **env},
@@ -148,6 +158,8 @@ class ProcessGroup:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
+                umask=OTHERS,
+                pass_fds=pass_fds,
             )
         return cls(process, log)
 
@@ -177,12 +189,15 @@ class ProcessGroup:
 
 
 def tail(log: Path, lines: int = 20) -> str:
-    """The last lines of a log file, empty where there is none; reads at most 64 KiB of it."""
+    """The last lines of a log file, empty where there is none; reads at most 64 KiB of it.
+
+    They are to be shown, so URLs in them, which libraries log, are without passwords.
+    """
     if not log.exists():
         return ""
     with log.open("rb") as file:
         file.seek(max(0, log.stat().st_size - 65536))
-        return "\n".join(file.read().decode(errors="replace").splitlines()[-lines:])
+        return without_password("\n".join(file.read().decode(errors="replace").splitlines()[-lines:]))
 
 
 def group_alive(pgid: int) -> bool:

@@ -86,7 +86,7 @@ async def profile_device(
             if cached is not None:
                 return cached
             device = min((d for d in machine.devices if d.device_type == device_type), key=lambda d: d.index)
-            with hold_devices(device.kind, [device.index], "profiling", settings):
+            with hold_devices(machine.name, device.kind, [device.index], "profiling", settings):
                 profile = await _measure(experiment, device, model_path, settings, identity, measure or run_part)
             write_atomic(path, profile.model_dump_json(indent=2).encode())
             write_json(path.with_suffix(".key.json"), identity)

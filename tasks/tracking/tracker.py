@@ -20,6 +20,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Self
 
+from tasks.config.passwords import without_password
+
 Status = Literal["FINISHED", "FAILED", "KILLED"]
 
 QUEUE_POINTS = 20_000
@@ -279,7 +281,7 @@ class Tracker:
                 call()
                 return True
             except (MlflowException, SQLAlchemyError, OSError) as error:
-                self._fault = " ".join(str(error).split())[:300]
+                self._fault = _words_of(error)
                 logger.warning("MLflow could not %s: %s", purpose, self._fault)
                 if _is_refusal(error):
                     return False
@@ -374,7 +376,12 @@ def _logged(purpose: str) -> Iterator[None]:
     try:
         yield
     except (MlflowException, SQLAlchemyError, OSError) as error:
-        logger.warning("MLflow could not %s: %s", purpose, " ".join(str(error).split())[:300])
+        logger.warning("MLflow could not %s: %s", purpose, _words_of(error))
+
+
+def _words_of(error: Exception) -> str:
+    """What went wrong, on one line, as logs and pages may show it."""
+    return without_password(" ".join(str(error).split()))[:300]
 
 
 def _is_refusal(error: Exception) -> bool:

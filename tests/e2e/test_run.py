@@ -100,6 +100,10 @@ def test_ctrl_c_cancels_a_run_here_and_on_the_server(stack_settings: Settings) -
     api = PrefectApi(found.prefect_url)
     assert api.flow_run(str(row.flow_run_id))["state"]["type"] == "CANCELLED"
     until(lambda: not api.flow_runs(["PENDING", "RUNNING", "CANCELLING"]), 60, "an end of its children's flow runs")
+    home, directory = stack_settings.local.home, stack_settings.shared.runs / run_id
+    databases = (home / "ledger.db", home / "mlflow.db", *(home / "prefect").glob("*.db"))
+    places = (home, home / "stack.json", *databases, *(home / "logs").iterdir(), directory, *directory.rglob("*"))
+    assert [place for place in places if place.stat().st_mode & 0o077] == [], "other users could read it"
 
 
 def test_a_run_survives_kills_is_cancelled_without_a_server_and_completes_when_resumed(

@@ -18,6 +18,8 @@ class FakeGpu:
     uuid: str
     capability: tuple[int, int] = (8, 0)
     slices: "list[FakeGpu]" = field(default_factory=list)
+    pids: list[int] = field(default_factory=list)
+    """Of the processes that compute on it."""
 
 
 class FakeNvml:
@@ -28,6 +30,7 @@ class FakeNvml:
     NVMLError_DriverNotLoaded = pynvml.NVMLError_DriverNotLoaded
     NVMLError_NotSupported = pynvml.NVMLError_NotSupported
     NVMLError_NotFound = pynvml.NVMLError_NotFound
+    NVMLError_NoPermission = pynvml.NVMLError_NoPermission
     NVML_DEVICE_MIG_ENABLE = pynvml.NVML_DEVICE_MIG_ENABLE
 
     def __init__(self, *gpus: FakeGpu, fault: int | None = None) -> None:
@@ -75,3 +78,6 @@ class FakeNvml:
         if index >= len(gpu.slices):
             raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_FOUND)
         return gpu.slices[index]
+
+    def nvmlDeviceGetComputeRunningProcesses(self, gpu: FakeGpu) -> list[Any]:
+        return [SimpleNamespace(pid=pid, usedGpuMemory=None) for pid in gpu.pids]

@@ -4,6 +4,7 @@ SQLite serves one machine, PostgreSQL a cluster; one URL says which. Times are t
 the clocks of machines need not agree.
 """
 
+import os
 import sqlite3
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -18,8 +19,10 @@ from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.sql.functions import FunctionElement
 
 from planners.errors import UserError
+from tasks.config.passwords import without_password
 from tasks.exchange.ledger.schema import metadata, schema_info
 from tasks.exchange.wire import WIRE_VERSION
+from tasks.machine.private import OWN_DIRECTORY, OWN_FILE, open_own
 
 _BUSY_TIMEOUT_S = 60.0
 
@@ -86,9 +89,10 @@ class Database:
     def _open_sqlite(self, url: URL, path: Path) -> None:
         self._readers = _sqlite_engine(url, "BEGIN")
         self._writers = _sqlite_engine(url, "BEGIN IMMEDIATE")
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(mode=OWN_DIRECTORY, parents=True, exist_ok=True)
         # Several processes that switch a new file to WAL at once get "database is locked" in spite of the busy timeout.
-        with FileLock(path.with_name(path.name + ".lock"), timeout=_BUSY_TIMEOUT_S):
+        with FileLock(path.with_name(path.name + ".lock"), timeout=_BUSY_TIMEOUT_S, mode=OWN_FILE):
+            os.close(open_own(str(path), os.O_RDWR | os.O_CREAT))  # SQLite's files beside it get its mode
             with closing(sqlite3.connect(path, timeout=_BUSY_TIMEOUT_S)) as connection:
                 connection.execute("PRAGMA journal_mode = WAL")
             self._create_tables()
@@ -132,7 +136,7 @@ def cause_of(error: Exception) -> str:
 @contextmanager
 def _explained(place: URL) -> Iterator[None]:
     """What the database and its driver refuse in here is a person's to mend."""
-    shown = place.render_as_string(hide_password=True)
+    shown = _shown(place)
     try:
         yield
     except ModuleNotFoundError as error:
@@ -147,10 +151,14 @@ def _explained(place: URL) -> Iterator[None]:
         ) from error
 
 
+def _shown(place: URL) -> str:
+    return without_password(place.render_as_string(hide_password=True))
+
+
 def _require_version(found: int | None, place: URL) -> None:
     if found != WIRE_VERSION:
         raise UserError(
-            f"The ledger {place.render_as_string(hide_password=True)} has tables of version {found}, but this hexflow "
+            f"The ledger {_shown(place)} has tables of version {found}, but this hexflow "
             f"needs version {WIRE_VERSION}: use the hexflow that made it, or name another ledger with "
             "HEXFLOW_LEDGER_URL."
         )

@@ -83,6 +83,23 @@ def test_a_reward_of_ones_own_that_cannot_be_used_is_refused(settings: Settings,
         )
 
 
+@pytest.mark.parametrize(("capability", "is_refused"), [("7.0", True), ("7.5", True), ("8.0", False), ("12.0", False)])
+def test_gpus_that_do_not_compute_in_the_models_format_are_refused(
+    settings: Settings, capability: str, is_refused: bool
+) -> None:
+    """Their engine would refuse it, when the run has begun."""
+    gpu = Device(
+        index=0, device_type="v100-16", kind="cuda", memory_bytes=2**34, uuid="a", compute_capability=capability
+    )
+    machine = Machine(name="here", devices=(gpu, gpu.model_copy(update={"index": 1, "uuid": "b"})))
+    if is_refused:
+        with pytest.raises(UserError, match=rf"bfloat16, which v100-16 \(compute capability {capability}\)"):
+            make_ready(tiny("model.dtype=bfloat16"), machine, settings)
+    else:
+        make_ready(tiny("model.dtype=bfloat16"), machine, settings)
+    make_ready(tiny("model.dtype=float32"), machine, settings)
+
+
 @pytest.mark.parametrize(("place", "variable"), [("home", "HEXFLOW_HOME"), ("runs", "HEXFLOW_RUNS")])
 def test_a_place_that_cannot_be_written_is_named(settings: Settings, tmp_path: Path, place: str, variable: str) -> None:
     (tmp_path / "file").write_text("")
@@ -132,11 +149,13 @@ def test_a_run_waits_for_no_others_devices(settings: Settings, monkeypatch: pyte
     devices = [Device(index=core, device_type=t, kind="cpu", memory_bytes=2**30) for core, t in enumerate(types)]
     machine = Machine(name="here", devices=tuple(devices))
     monkeypatch.setattr(readiness, "LEAVING_S", 0.0)
-    require_free_devices(tiny(), machine, settings)
-    with hold_devices("cpu", [1], "a (train 0)", settings):
-        require_free_devices(tiny("cluster.device_types=[slow]"), machine, settings)
-        with pytest.raises(UserError, match=r"Core 1 is held by a \(train 0\): wait .* or cancel it.*device_types"):
-            require_free_devices(tiny(), machine, settings)
+    require_free_devices(tiny(), machine)
+    with hold_devices("here", "cpu", [1], "a (train 0)", settings):
+        require_free_devices(tiny("cluster.device_types=[slow]"), machine)
+        with pytest.raises(
+            UserError, match=r"Core 1 is held by a \(train 0\) since .*: wait .* or cancel it.*device_types"
+        ):
+            require_free_devices(tiny(), machine)
 
 
 def test_a_resumed_run_does_not_wait_for_its_own_actors(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,13 +163,13 @@ def test_a_resumed_run_does_not_wait_for_its_own_actors(settings: Settings, monk
     devices = [Device(index=core, device_type="cpu", kind="cpu", memory_bytes=2**30) for core in (0, 1, 2)]
     machine = Machine(name="here", devices=tuple(devices))
     monkeypatch.setattr(readiness, "LEAVING_S", 0.0)
-    with hold_devices("cpu", [0, 1], "a (rollout 0)", settings):
-        require_free_devices(tiny(), machine, settings, "a")
+    with hold_devices("here", "cpu", [0, 1], "a (rollout 0)", settings):
+        require_free_devices(tiny(), machine, "a")
         with (
-            hold_devices("cpu", [2], "a-2 (train 0)", settings),
+            hold_devices("here", "cpu", [2], "a-2 (train 0)", settings),
             pytest.raises(UserError, match=r"Core 2 is held by a-2 \(train 0\)"),
         ):
-            require_free_devices(tiny(), machine, settings, "a")
+            require_free_devices(tiny(), machine, "a")
 
 
 def test_memory_is_checked_before_anything_starts(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:

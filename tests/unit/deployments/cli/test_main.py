@@ -34,6 +34,7 @@ from tasks.exchange.ledger import Ledger
 from tasks.exchange.ledger.schema import plan_epochs, schema_info
 from tasks.exchange.wire import WIRE_VERSION
 from tasks.machine.devices import hold_devices
+from tasks.machine.discovery import discover_machine
 from tests.support.api import FULL, FakeApi, a_state
 from tests.support.ledger import begin
 from tests.support.places import DEPLOYMENTS, REPOSITORY
@@ -220,7 +221,7 @@ def test_busy_devices_are_told_before_anything_starts(
     run.root.mkdir(parents=True)
     run.experiment.write_text(load_experiment(TINY).model_dump_json())
     with (
-        hold_devices("cpu", [core], "tiny-1 (train 0)", settings),
+        hold_devices(discover_machine().name, "cpu", [core], "tiny-1 (train 0)", settings),
         pytest.raises(UserError, match=rf"Core {core} is held by tiny-1 \(train 0\)"),
     ):
         cli.train(TINY) if command == "train" else cli.resume("tiny-2")

@@ -5,6 +5,7 @@ import signal
 import socket
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -56,6 +57,21 @@ def test_state_survives_a_round_trip(settings: Settings, sleeper: Member) -> Non
     state = state_with(sleeper, prefect="3.7.7")
     servers.save_state(settings, state)
     assert servers.load_state(settings) == state
+
+
+def test_state_is_closed_to_other_users(settings: Settings, sleeper: Member) -> None:
+    """Also in a home of before, which others could enter, and whatever the umask is."""
+    settings.local.home.chmod(0o755)
+    before = os.umask(0)
+    try:
+        servers.save_state(settings, state_with(sleeper))
+        assert stack.down(settings, lambda _: None)
+    finally:
+        os.umask(before)
+    assert sleeper.log.exists()
+    home = settings.local.home
+    places = (home, *home.iterdir(), *settings.local.logs.iterdir())
+    assert [path.name for path in places if path.stat().st_mode & 0o077 and not path.is_symlink()] == []
 
 
 def test_a_damaged_state_file_is_told(settings: Settings) -> None:
@@ -191,13 +207,16 @@ def test_up_refuses_a_stack_of_other_devices(
 
 
 def test_up_refuses_workers_of_older_code(settings: Settings, sleeper: Member) -> None:
-    """As `git pull` leaves them."""
+    """As `git pull` leaves them. Of the ledger it is remembered which one it is, and no password."""
+    settings = replace(settings, shared=replace(settings.shared, ledger_url="postgresql://me:hush@db/hexflow"))
     state = stack._wanted_state(settings, discover_machine())
     state.members = {"worker-cpu": sleeper}
     servers.save_state(settings, state)
     assert stack._wanted_state(settings, discover_machine()).members == state.members
     state.identity["worker code"] = "older"
     servers.save_state(settings, state)
+    assert "postgresql://…@db/hexflow" in servers.state_path(settings).read_text()
+    assert "hush" not in servers.state_path(settings).read_text() + repr(settings)
     with pytest.raises(UserError, match=r"another worker code runs \(older, .*hexflow down"):
         stack.up(settings, lambda _: None)
 

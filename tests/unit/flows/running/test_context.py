@@ -146,15 +146,16 @@ def test_a_refused_resume_leaves_everything_as_it_is(
     replica = join(run.ledger, "replica", 0, run.run_id)
     run.ledger.finish(run.supervisor, "failed")
     before = run.ledger.find_run(run_id=run.run_id), run.ledger.actors(run.run_id)[0].attempt
-    device = discover_machine().devices[0]
+    machine = discover_machine()
+    device = machine.devices[0]
     with (
-        hold_devices(device.kind, [device.index], "other-1 (train 0)", settings),
+        hold_devices(machine.name, device.kind, [device.index], "other-1 (train 0)", settings),
         pytest.raises(UserError, match=r"is held by other-1 \(train 0\)"),
     ):
         open_run(experiment, run.run_id, "flow-2")
     assert (run.ledger.find_run(run_id=run.run_id), run.ledger.actors(run.run_id)[0].attempt) == before
     run.ledger.heartbeat(replica)
-    with hold_devices(device.kind, [device.index], f"{run.run_id} (rollout 0)", settings):
+    with hold_devices(machine.name, device.kind, [device.index], f"{run.run_id} (rollout 0)", settings):
         open_run(experiment, run.run_id, "flow-2")
 
 

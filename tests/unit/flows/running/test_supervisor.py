@@ -25,6 +25,7 @@ from flows.running.context import RunContext, open_run
 from flows.running.launcher import FLOWS, PrefectLauncher
 from flows.running.supervisor import RunFailed, Supervisor
 from flows.train import train
+from planners.errors import UserError
 from planners.hardware.machine import Machine
 from planners.plan.run import MachineShare
 from tasks.config.experiment import Experiment
@@ -407,7 +408,7 @@ class BusyServer:
 def test_a_flow_run_is_told_once_to_cancel() -> None:
     """Told twice, its worker would interrupt what it does to end."""
     server = BusyServer()
-    launcher = PrefectLauncher(cast(SyncPrefectClient, server), RUN, 0, {})
+    launcher = PrefectLauncher(cast(SyncPrefectClient, server), RUN, 0)
     flow_run_id = str(uuid4())
     for heard in (0, 1, 1):
         launcher.cancel(flow_run_id)
@@ -511,7 +512,7 @@ def hold(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Who came as far as to ask for its devices, which ends it here."""
     held: list[str] = []
 
-    def note(kind: str, devices: object, holder: str, *_: object) -> None:
+    def note(machine: str, kind: str, devices: object, holder: str, *_: object) -> None:
         held.append(holder)
         raise RuntimeError(holder)
 
@@ -537,6 +538,16 @@ def test_a_run_that_is_over_gets_no_actor(
 
 
 @pytest.mark.parametrize(("start", "part"), ACTORS)
+def test_a_worker_of_another_ledger_says_so(
+    start: Callable[..., None], part: str | int, settings: Settings, hold: list[str]
+) -> None:
+    """Where its ledger is a worker knows from its own environment alone; left for late, it would be tried for ever."""
+    with pytest.raises(UserError, match=r"ledger of this worker does not know run run-1: .* HEXFLOW_LEDGER_URL"):
+        start("run-1", 0, part, 1)
+    assert not hold
+
+
+@pytest.mark.parametrize(("start", "part"), ACTORS)
 def test_a_late_flow_run_does_not_get_into_the_resumed_run(
     start: Callable[..., None], part: str | int, settings: Settings, hold: list[str]
 ) -> None:
@@ -557,12 +568,13 @@ def test_the_launcher_names_plan_epoch_part_and_attempt(monkeypatch: pytest.Monk
     asked: dict[str, Any] = {}
 
     def run_deployment(name: str, **options: Any) -> SimpleNamespace:
+        assert "job_variables" not in options, "what stands there, all can read who may sign in to the server"
         asked.update(options["parameters"], name=name)
         return SimpleNamespace(id=uuid4())
 
     online = SimpleNamespace(read_workers_for_work_pool=lambda pool: [SimpleNamespace(status=WorkerStatus.ONLINE)])
     monkeypatch.setattr("flows.running.launcher.run_deployment", run_deployment)
-    launcher = PrefectLauncher(cast(SyncPrefectClient, online), RUN, 3, {})
+    launcher = PrefectLauncher(cast(SyncPrefectClient, online), RUN, 3)
     for role, share, flow in (("trainer", PLAN.trainer.machines[0], train), ("replica", PLAN.replicas[0], rollout)):
         asked.clear()
         launcher.start(Actor(RUN, role, 0, 7), share, None)

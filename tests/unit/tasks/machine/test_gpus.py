@@ -108,25 +108,36 @@ def test_a_process_is_bound_by_uuid_in_the_order_of_the_bus(monkeypatch: pytest.
 
 NAMES = [
     (H100, 81559, "h100"),
-    ("NVIDIA H100 NVL", 95830, "h100-94"),
+    ("NVIDIA H100 PCIe", 81559, "h100-pcie-80"),
+    ("NVIDIA H100 NVL", 95830, "h100-nvl-94"),
     ("NVIDIA H200", 143771, "h200"),
+    ("NVIDIA H200 NVL", 143771, "h200-nvl-140"),
     ("NVIDIA H20", 97871, "h20"),
-    ("NVIDIA H800", 81559, "h800"),
     ("NVIDIA L40S", 46068, "l40s"),
     ("NVIDIA L4", 23034, "l4"),
     ("NVIDIA A10G", 23028, "a10g"),
     ("NVIDIA A100-SXM4-80GB", 81920, "a100-80"),
-    ("NVIDIA A100 80GB PCIe", 81920, "a100-80"),
+    ("NVIDIA A100 80GB PCIe", 81920, "a100-pcie-80"),
     ("NVIDIA A100-SXM4-40GB", 40536, "a100-40"),
     ("Tesla V100-SXM2-16GB", 16160, "v100-16"),
     ("Tesla V100-SXM2-32GB", 32510, "v100-32"),
+    ("Tesla V100-PCIE-32GB", 32510, "v100-pcie-32"),
     ("NVIDIA GeForce RTX 4090", 24564, "rtx-4090"),
+    ("NVIDIA GeForce RTX 3070", 8192, "rtx-3070-8"),
+    ("NVIDIA GeForce RTX 3070 Laptop GPU", 8192, "rtx-3070-laptop-8"),
+    ("NVIDIA GeForce GTX 1060 6GB", 6144, "gtx-1060-6"),
+    ("NVIDIA TITAN V", 12066, "titan-v-12"),
+    ("NVIDIA TITAN Xp", 12196, "titan-xp-12"),
     ("NVIDIA GeForce RTX 4070 Ti SUPER", 16376, "rtx-4070-ti-super-16"),
     ("NVIDIA RTX A6000", 49140, "a6000"),
     ("Quadro RTX 6000", 24576, "rtx-6000-24"),
     ("NVIDIA RTX 6000 Ada Generation", 49140, "rtx-6000-ada-48"),
+    ("NVIDIA RTX 4000 Ada Generation", 20475, "rtx-4000-ada-20"),
+    ("NVIDIA RTX 4000 SFF Ada Generation", 20475, "rtx-4000-sff-ada-20"),
     ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", 97887, "rtx-pro-6000-96"),
+    ("NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition", 97887, "rtx-pro-6000-max-q-96"),
     ("NVIDIA Graphics Device", 8192, "gpu-8"),
+    ("NVIDIA H800", 81559, "h800"),
     ("NVIDIA B200", 183359, "b200"),
 ]
 """What drivers say, with the memory in MiB, and the type that it is."""
@@ -134,7 +145,10 @@ NAMES = [
 
 @pytest.mark.parametrize(("name", "memory_mib", "device_type"), NAMES)
 def test_types_are_name_and_memory(name: str, memory_mib: int, device_type: str) -> None:
-    """Types of GPUs that differ in either are two, since neither speed nor capacity is the same."""
+    """Types of GPUs that differ in either are two, since neither speed nor capacity is the same.
+
+    What differs in the name alone differs in bandwidth, clocks or power.
+    """
     assert gpu_type(name, memory_mib * MIB) == device_type
 
 

@@ -196,7 +196,9 @@ def test_child_outlives_the_thread_that_started_it(start: Callable[[str], Proces
 
 
 def test_device_environment() -> None:
-    assert device_environment("cpu", [0, 1]) == {"HEXFLOW_CPU_CORES": "0,1", "OMP_NUM_THREADS": "2"}
+    """Who is bound to cores sees no GPU: what a machine with GPUs measures on its cores is no GPU's rate."""
+    cores = {"HEXFLOW_CPU_CORES": "0,1", "OMP_NUM_THREADS": "2"}
+    assert device_environment("cpu", [0, 1]) == {**cores, "CUDA_VISIBLE_DEVICES": ""}
 
 
 def test_cores_are_applied(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,6 +213,12 @@ def test_cores_are_applied(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HEXFLOW_CPU_CORES", "99999")
     with pytest.raises(UserError, match="99999"):
         apply_device_environment()
+
+
+def test_a_tail_shows_no_password(tmp_path: Path) -> None:
+    """It goes into errors, which pages and the ledger show; libraries log the URL that they did not reach."""
+    (tmp_path / "log").write_text("started\nno answer from http://me:hush@host:4200/api\n")
+    assert tail(tmp_path / "log") == "started\nno answer from http://…@host:4200/api"
 
 
 def test_tail_of_a_missing_log_is_empty(tmp_path: Path) -> None:
