@@ -6,6 +6,7 @@ The request names the part ("generation" or "training"), the experiment, the pre
 import argparse
 import asyncio
 import json
+import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -57,13 +58,15 @@ def _training(experiment: Experiment, model_path: Path, request: dict[str, Any])
     from tasks.data.split import Questions
     from tasks.profiling.hardware import gemm_flops_per_s, memory_bytes_per_s
     from tasks.profiling.training import measure_training
+    from tasks.training.meeting import open_meeting
 
     questions, chat = Questions(experiment), Chat(experiment, load_tokenizer(model_path))
     prompts = [chat.encode(questions.item(index)) for index in range(experiment.workload.prompts_per_step)]
     device = torch.device("cuda" if request["kind"] == "cuda" else "cpu")
-    rates = measure_training(
-        experiment, prompts, model_path, request["answer_tokens"], Path(request["scratch"]), **request["trainer"]
-    )
+    answer_tokens, scratch = request["answer_tokens"], Path(request["scratch"])
+    with open_meeting(0, None) as meeting:
+        os.environ.update(meeting.environment, RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
+        rates = measure_training(experiment, prompts, model_path, answer_tokens, scratch, **request["trainer"])
     return {
         "gemm_flops_per_s": gemm_flops_per_s(device, torch.float32 if device.type == "cpu" else torch.bfloat16),
         "memory_bytes_per_s": memory_bytes_per_s(device),

@@ -1,6 +1,5 @@
 """How fast one device trains and publishes, measured through the training step that a run makes."""
 
-import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -47,6 +46,8 @@ def measure_training(
 ) -> TrainingRates:
     """Train one group as warm-up, then a step's groups; then publish and verify the weights below `scratch`.
 
+    This process is the only rank, as its environment says; see `join_ranks`.
+
     Args:
         experiment: as of the run.
         prompts: token ids of the step's prompts.
@@ -56,7 +57,6 @@ def measure_training(
         zero_stage: DeepSpeed ZeRO stage.
         micro_batch_tokens: what answers are packed into.
     """
-    os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     ranks = join_ranks(_MEET_S, _WAIT_S)
     dtype = torch_dtype(experiment.model.dtype)
     engine = load_engine(model_path, experiment, ranks, zero_stage=zero_stage, micro_batch_tokens=micro_batch_tokens)

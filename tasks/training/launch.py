@@ -1,6 +1,5 @@
 """Starts the trainer's ranks and ends all of them when one fails. Nothing of torch is loaded here."""
 
-import socket
 import sys
 import time
 from collections.abc import Sequence
@@ -10,6 +9,7 @@ from tasks.config.settings import load_settings
 from tasks.exchange.layout import RunDirectory
 from tasks.exchange.ledger import Ledger
 from tasks.machine.processes import ProcessGroup, device_environment, end_sessions
+from tasks.training.meeting import SOCKET, open_meeting
 
 _POLL_S = 0.2
 LAST_RANKS_S = 30.0  # how long the other ranks may run on after one has ended well
@@ -49,8 +49,6 @@ def run_trainer(
     if resume_step is not None:
         argv += ["--resume-step", str(resume_step)]
     env = settings.environment() | device_environment(share.kind, share.devices)
-    if share.kind == "cpu":
-        env["CUDA_VISIBLE_DEVICES"] = ""  # a machine with GPUs may also train on its cores
     numbers = range(first, first + share.ranks)
     logs = [run.log_path("trainer", 0, rank) for rank in numbers]
     run_ranks(argv, env, logs, first, trainer.ranks, master)
@@ -74,21 +72,28 @@ def run_ranks(
         logs: a file for each rank of this machine.
         first: number of the first of them.
         world_size: ranks on all machines; None: those of this one.
-        master: HOST:PORT where all meet; None: a free port of this machine.
+        master: HOST:PORT where all meet; None: on this machine, which has them all.
 
     Raises:
         RankFailed: a rank ended with another status than 0, or did not end with the others.
+        UserError: they cannot meet at `master`.
     """
-    host, _, port = (master or f"127.0.0.1:{_free_port()}").rpartition(":")
-    meeting = {"WORLD_SIZE": str(world_size or len(logs)), "MASTER_ADDR": host, "MASTER_PORT": port}
+    if master is None and world_size not in (None, len(logs)):
+        raise ValueError(f"{world_size} ranks, of which {len(logs)} are here, have nowhere to meet")
     ranks: list[ProcessGroup] = []
-    try:
-        for local, log in enumerate(logs):
-            place = {"RANK": str(first + local), "LOCAL_RANK": str(local)}
-            ranks.append(ProcessGroup.start(argv, {**env, **meeting, **place}, log))
-        _wait_for_all(ranks, first)
-    finally:
-        _end_all(ranks)
+    with open_meeting(first, master) as meeting:
+        try:
+            for local, log in enumerate(logs):
+                place = {"RANK": str(first + local), "LOCAL_RANK": str(local)}
+                place["WORLD_SIZE"] = str(world_size or len(logs))
+                passed: list[int] = []
+                if meeting.listener and first + local == 0:
+                    passed.append(meeting.listener.fileno())
+                    place[SOCKET] = str(passed[0])
+                ranks.append(ProcessGroup.start(argv, {**env, **meeting.environment, **place}, log, passed))
+            _wait_for_all(ranks, first)
+        finally:
+            _end_all(ranks)
 
 
 def _end_all(ranks: Sequence[ProcessGroup]) -> None:
@@ -117,9 +122,3 @@ def _wait_for_all(ranks: Sequence[ProcessGroup], first: int) -> None:
                     f"ranks {late} of the trainer were still there {LAST_RANKS_S:.0f} s after another ended"
                 )
         time.sleep(_POLL_S)
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])

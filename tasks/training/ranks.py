@@ -3,10 +3,13 @@
 import os
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import deepspeed
 import torch
 import torch.distributed as dist
+
+from tasks.training.meeting import PLACE, SOCKET
 
 
 @dataclass(frozen=True)
@@ -55,7 +58,7 @@ class Ranks:
 
 
 def join_ranks(rendezvous_s: float, wait_s: float) -> Ranks:
-    """Meet the other ranks through RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT.
+    """Meet the other ranks where `tasks.training.meeting` says, as RANK of WORLD_SIZE and with device LOCAL_RANK.
 
     Args:
         rendezvous_s: longest wait for the ranks to meet, and of any collective while training.
@@ -66,16 +69,35 @@ def join_ranks(rendezvous_s: float, wait_s: float) -> Ranks:
     """
     # The shared-memory collectives are compiled at the first start, which takes minutes and gains nothing.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    local_rank = int(os.environ["LOCAL_RANK"])
-    cuda = torch.cuda.is_available()
+    rank, size, local_rank = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+    cuda, timeout = torch.cuda.is_available(), timedelta(seconds=rendezvous_s)
     if cuda:
         torch.cuda.set_device(local_rank)
-    deepspeed.init_distributed(
-        dist_backend="nccl" if cuda else "gloo", timeout=timedelta(seconds=rendezvous_s), verbose=False
-    )
+    backend = "nccl" if cuda else "gloo"
+    store = _open_store(rank, size, timeout)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+    deepspeed.init_distributed(dist_backend=backend, timeout=timeout, verbose=False)  # takes the group that is there
     return Ranks(
-        rank=dist.get_rank(),
-        size=dist.get_world_size(),
+        rank=rank,
+        size=size,
         device=torch.device("cuda", local_rank) if cuda else torch.device("cpu"),
         control=dist.new_group(backend="gloo", timeout=timedelta(seconds=wait_s)),
+    )
+
+
+def _open_store(rank: int, size: int, timeout: timedelta) -> Any:
+    """What the ranks tell each other their addresses by; rank 0 of several machines listens where it was told alone."""
+    place = os.environ[PLACE]
+    if place.startswith("file://"):
+        here = dist.FileStore(place.removeprefix("file://"), size)  # type: ignore[attr-defined]
+        here.set_timeout(timeout)
+        return here
+    host, _, port = place.removeprefix("tcp://").rpartition(":")
+    return dist.TCPStore(  # type: ignore[attr-defined]
+        host.strip("[]"),
+        int(port),
+        size,
+        is_master=rank == 0,
+        timeout=timeout,
+        master_listen_fd=int(os.environ[SOCKET]) if rank == 0 else None,
     )

@@ -2,10 +2,12 @@
 
 import os
 import signal
+import socket
 import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,10 +28,11 @@ from tasks.machine.processes import ProcessGroup
 from tasks.training.checkpoints import found_checkpoints
 from tasks.training.groups import with_advantages
 from tasks.training.launch import run_ranks, run_trainer
+from tasks.training.meeting import meet_here
 from tests.support.ledger import assign, go_back, join
 from tests.support.plan import run_plan
 from tests.support.trainer import RUN, make_run
-from tests.support.training import free_port, make_engine, parameters_of, random_groups, save_tiny_model
+from tests.support.training import make_engine, parameters_of, random_groups, save_tiny_model
 
 pytestmark = pytest.mark.e2e
 
@@ -123,13 +126,7 @@ def test_a_trainer_that_is_ended_and_resumed_trains_like_one_that_was_not(settin
     replica.start()
     argv = [sys.executable, "-m", "tasks.training.trainer", "--run", RUN, "--epoch", "0"]
     argv += ["--attempt", str(assign(ledger, "trainer", run_id=RUN).attempt)]
-    alone = {
-        "RANK": "0",
-        "LOCAL_RANK": "0",
-        "WORLD_SIZE": "1",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-    }
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", **meet_here(tmp_path)}
     process = ProcessGroup.start(argv, alone, run.log_path("trainer", 0))
     try:
         wait_until(lambda: trainer_says(ledger)[1] == "waiting for the groups of step 2", process)
@@ -150,6 +147,39 @@ def test_a_trainer_that_is_ended_and_resumed_trains_like_one_that_was_not(settin
     assert_published(run, (1, 4), replayed(run, ledger, experiment))
     assert [row.step for row in ledger.steps(RUN)] == [0, 1, 2, 3]
     assert ledger.progress(RUN).dropped.get("stale", 0) == 0
+
+
+MEET = """
+import psutil, torch, torch.distributed as dist
+from tasks.training.ranks import join_ranks
+ranks = join_ranks(60.0, 60.0)
+total = torch.ones(1)
+dist.all_reduce(total)
+ranks.barrier()
+listening = {c.laddr.ip for c in psutil.Process().net_connections("inet") if c.status == psutil.CONN_LISTEN}
+print("I met:", ranks.rank, int(total), sorted(listening))
+ranks.barrier()
+"""
+"""Says with how many ranks it has met, and on which addresses this one can be reached."""
+
+
+@pytest.mark.parametrize("master", [None, "127.0.0.1:"])
+def test_ranks_that_meet_can_be_reached_where_they_meet_alone(master: str | None, tmp_path: Path) -> None:
+    """On one machine, and as the two parts of a trainer on two, which are told of one address."""
+    logs = [tmp_path / f"rank-{rank}.log" for rank in (0, 1)]
+    argv = [sys.executable, "-c", MEET]
+    if master is None:
+        run_ranks(argv, {}, logs)
+    else:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            master += str(free.getsockname()[1])
+        with ThreadPoolExecutor() as machines:
+            parts = [machines.submit(run_ranks, argv, {}, logs[r : r + 1], r, 2, master) for r in (0, 1)]
+            for part in parts:
+                part.result()
+    said = [log.read_text().split("I met: ")[1].splitlines()[0] for log in logs]
+    assert said == ["0 2 ['127.0.0.1']", "1 2 ['127.0.0.1']"]
 
 
 def trainer_says(ledger: Ledger) -> tuple[str, str]:

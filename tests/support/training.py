@@ -2,7 +2,7 @@
 
 import functools
 import os
-import socket
+import tempfile
 from pathlib import Path
 
 import torch
@@ -13,6 +13,7 @@ from tasks.exchange.trajectories import Group, Outcome, Segment, Trajectory
 from tasks.training.algorithms import DecoupledPpo
 from tasks.training.algorithms.base import AlgorithmSection
 from tasks.training.engine import Engine
+from tasks.training.meeting import meet_here
 from tasks.training.packing import MicroBatch
 from tasks.training.policy import Policy
 from tasks.training.ranks import Ranks, join_ranks
@@ -20,16 +21,11 @@ from tasks.training.ranks import Ranks, join_ranks
 VOCABULARY = 32
 
 
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
-
-
 @functools.cache
 def one_rank() -> Ranks:
     """This process as the only rank of a trainer; made once."""
-    os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
+    directory = Path(tempfile.mkdtemp(dir=os.environ["HEXFLOW_LOCAL"]))  # as long as the process
+    os.environ.update(meet_here(directory), RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
     return join_ranks(rendezvous_s=30, wait_s=30)
 
 
