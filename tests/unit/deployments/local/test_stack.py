@@ -234,7 +234,7 @@ def test_up_refuses_a_named_server_that_is_not_there(
     settings: Settings, free_port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     state = state_with()
-    state.prefect_url = f"http://127.0.0.1:{free_port}/api"
+    state.prefect_url = state.mlflow_url = f"http://127.0.0.1:{free_port}/api"
     with pytest.raises(UserError, match="PREFECT_API_URL is set"):
         stack._require_named_servers(state, own=[stack.MLFLOW])
 
