@@ -16,7 +16,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from flows.running.context import RunContext
 from planners.plan.run import MachineShare, RunPlan
 from tasks.exchange.ledger import Actor, ActorRow, Progress
-from tasks.exchange.ledger.fence import ACTIVE, OPEN
+from tasks.exchange.ledger.fence import ACTIVE
 from tasks.lifecycle.silence import Silence
 from tasks.lifecycle.stall import Stall
 from tasks.machine.processes import end_sessions, is_alive
@@ -216,21 +216,11 @@ class Supervisor:
         self._see(children)
         silent_s = self._silence.look({child.actor: child.row.serial for child in children if child.row})
         for child in children:
-            if self._has_left(child):
-                continue
             fault, seen_serial = self._fault(child), None
             if fault is None and child.row is not None and child.row.state in ACTIVE:
                 fault, seen_serial = self._silent(silent_s[child.actor]), child.row.serial
             if fault is not None:
                 self._replace(child, fault, seen_serial)
-
-    def _has_left(self, child: _Child) -> bool:
-        """Whether it has ended as the ledger wanted it to, so that nobody is started in its place."""
-        row = child.row
-        if row is None or row.wanted == "run" or row.state in OPEN:
-            return False
-        self._replaced.append(self._children.pop((child.actor.role, child.actor.slot)))
-        return True
 
     def _fault(self, child: _Child) -> str | None:
         """Why this child is dead, or None; silence is another matter."""
@@ -261,9 +251,11 @@ class Supervisor:
         left = ledger.fence(self._run.supervisor, actor, seen_serial)
         if left is None:
             return
-        if left.wanted != "run":
-            self._kill([left])
-            self._cancel(child)
+        if left.wanted != "run":  # it was to leave: nobody takes its place
+            self._replaced.append(self._children.pop((actor.role, actor.slot)))
+            if left.state == "fenced":
+                self._kill([left])
+                self._cancel(child)
             return
         log = self._run.directory.log_path(actor.role, actor.slot)
         if child.is_first and not child.has_run and left.state == "failed":

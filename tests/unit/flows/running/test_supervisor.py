@@ -225,6 +225,7 @@ def test_a_replica_that_was_to_leave_is_not_started_again(dies: bool, tmp_path: 
     with pytest.raises(Fenced):
         Supervisor(run, 0, PLAN, launcher, on_progress).run()
     assert [role for role, _ in launcher.started] == ["train", "rollout"]
+    assert launcher.cancelled == (["rollout-2"] if dies else [])
 
 
 def test_a_run_that_is_ended_elsewhere_is_not_kept_alive(tmp_path: Path) -> None:
