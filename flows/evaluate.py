@@ -5,6 +5,7 @@ would: with as many answers in flight as the type's profile found best.
 """
 
 import json
+import shutil
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -23,11 +24,13 @@ from planners.hardware.machine import Machine
 from planners.plan.run import MachineShare
 from tasks.config.experiment import LAPTOP, Experiment
 from tasks.config.files import read_resolved_experiment
-from tasks.config.settings import load_settings
+from tasks.config.settings import Settings, load_settings
 from tasks.exchange.layout import RunDirectory
 from tasks.exchange.ledger import Ledger
-from tasks.exchange.weights import verify_weights
+from tasks.exchange.weights import keep_by_links, verify_weights
 from tasks.wishes import check_type
+
+_TRIES = 5
 
 
 @flow(name="evaluate", flow_run_name="evaluate-{experiment.run.name}", log_prints=True)
@@ -50,15 +53,18 @@ def evaluate_here(experiment: Experiment, run: str | None, device_type: str | No
     """Evaluate on this machine's devices of a type, or of the first that may be used; the rest is as of the flow."""
     settings = load_settings()
     if run is not None:
-        experiment = run_experiment(RunDirectory(settings.shared.runs / run), run)
+        experiment = run_experiment(settings, run)
     machine = discover()
     share = evaluation_share(machine, experiment, device_type)
     model_path = prepare_here(experiment, machine, run)
     profile = measure_here(experiment, machine, model_path, share.device_type)[share.device_type]
-    weights_path = Path(model_path) if run is None else newest_weights(Ledger(settings.shared.ledger_url), run)
     concurrency = experiment.planner.concurrency or profile.best_concurrency
-    with tempfile.TemporaryDirectory() as scratch:
-        out = Path(scratch) / "rewards.json"
+    beside = settings.shared.runs / run if run is not None else None  # where its weights can have a second name
+    with tempfile.TemporaryDirectory(prefix=".evaluation-", dir=beside) as scratch:
+        out, weights_path = Path(scratch) / "rewards.json", Path(model_path)
+        if run is not None:
+            weights_path = Path(scratch) / "weights"
+            take_newest_weights(Ledger(settings.shared.ledger_url), run, weights_path)
         argv = [sys.executable, "-m", "tasks.evaluation.process", "--experiment", experiment.model_dump_json()]
         argv += ["--model-path", model_path, "--weights-path", str(weights_path)]
         argv += ["--kind", share.kind, "--concurrency", str(concurrency), "--out", str(out)]
@@ -86,30 +92,38 @@ def accuracy(weights: str, name: str, rewards: Mapping[str, Any]) -> dict[str, A
     }
 
 
-def run_experiment(directory: RunDirectory, run_id: str) -> Experiment:
+def run_experiment(settings: Settings, run_id: str) -> Experiment:
     """The experiment that a run was started with.
 
     Raises:
         UserError: there is no such run.
     """
-    if not directory.experiment.exists():
-        raise UserError(f"There is no run {run_id} in {directory.root.parent}: `hexflow runs` lists them.")
+    directory = RunDirectory(settings.shared.runs / run_id)
+    if Ledger(settings.shared.ledger_url).find_run(run_id=run_id) is None or not directory.experiment.exists():
+        raise UserError(f"There is no run {run_id} in {settings.shared.runs}: `hexflow runs` lists them.")
     return read_resolved_experiment(directory.experiment)
 
 
-def newest_weights(ledger: Ledger, run_id: str) -> Path:
-    """Directory of the newest weights of a run.
+def take_newest_weights(ledger: Ledger, run_id: str, directory: Path) -> None:
+    """Hold the newest weights of a run in a new directory, whatever the run deletes meanwhile.
 
     Raises:
         UserError: the run published none, or they are gone.
         WeightsCorrupt: they are not what was published.
     """
-    latest = ledger.latest_version(run_id)
-    path = None if latest is None else RunDirectory(load_settings().shared.runs / run_id).weights_path(*latest)
-    if path is None or not path.exists():
-        raise UserError(f"Run {run_id} has no weights to evaluate: it published none, or they were deleted.")
-    verify_weights(path)
-    return path
+    run = RunDirectory(load_settings().shared.runs / run_id)
+    for _ in range(_TRIES):  # a run that trains on deletes old versions
+        latest = ledger.latest_version(run_id)
+        directory.mkdir()
+        try:
+            if latest is not None:
+                keep_by_links(run.weights_path(*latest), directory)
+                verify_weights(directory)
+                return
+        except FileNotFoundError:
+            pass
+        shutil.rmtree(directory)
+    raise UserError(f"Run {run_id} has no weights to evaluate: it published none, or they were deleted.")
 
 
 def evaluation_share(machine: Machine, experiment: Experiment, device_type: str | None = None) -> MachineShare:

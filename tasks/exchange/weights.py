@@ -6,6 +6,7 @@ twice. The ledger says which versions exist; a directory that it does not know i
 killed before it could record it, in a lineage that is over.
 """
 
+import os
 from collections.abc import Callable, Collection
 from pathlib import Path
 
@@ -63,6 +64,18 @@ def verify_weights(path: Path) -> None:
         check_manifest(path, MANIFEST)
     except Damaged as error:
         raise WeightsCorrupt(str(error)) from None
+
+
+def keep_by_links(version: Path, directory: Path) -> None:
+    """Give a version's files names in `directory` too, on the same storage, so that they outlive the version.
+
+    For readers that are no actors of the run and so can claim nothing.
+
+    Raises:
+        FileNotFoundError: the version has been deleted meanwhile.
+    """
+    for path in version.iterdir():
+        os.link(path, directory / path.name)
 
 
 def found_versions(run: RunDirectory) -> list[tuple[int, int]]:

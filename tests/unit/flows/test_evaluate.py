@@ -8,7 +8,7 @@ import pytest
 from prefect import State
 
 from flows import evaluate as evaluating
-from flows.evaluate import evaluate, evaluate_here, newest_weights
+from flows.evaluate import evaluate, evaluate_here, take_newest_weights
 from planners.errors import UserError
 from planners.hardware.machine import Device, Machine
 from planners.hardware.profile import DeviceProfile
@@ -18,23 +18,47 @@ from tasks.config.files import load_experiment
 from tasks.config.settings import Settings
 from tasks.exchange.layout import RunDirectory
 from tasks.exchange.ledger import Actor, Ledger
+from tasks.exchange.weights import delete_unused, publish_weights, verify_weights
 from tests.support.ledger import RUN
 from tests.support.places import EXPERIMENTS
 from tests.support.plan import profile_of
 
 
-def test_a_run_that_is_not_there_ends_the_flow_with_a_sentence(settings: Settings) -> None:
-    """Before anything starts, and without a traceback."""
-    ended = cast(State[None], evaluate.fn(run="none-1"))
+@pytest.mark.parametrize("name", ["none-1", "../outside"])
+def test_a_run_that_is_not_there_ends_the_flow_with_a_sentence(settings: Settings, tmp_path: Path, name: str) -> None:
+    """Before anything starts, and without a traceback; what lies outside the runs is none."""
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "outside" / "experiment.json").write_text("{}")
+    ended = cast(State[None], evaluate.fn(run=name))
     assert ended.is_failed()
-    assert ended.message == f"There is no run none-1 in {settings.shared.runs}: `hexflow runs` lists them."
+    assert ended.message == f"There is no run {name} in {settings.shared.runs}: `hexflow runs` lists them."
 
 
-def test_a_run_without_weights_is_told(settings: Settings, ledger: Ledger, trainer: Actor) -> None:
+@pytest.mark.usefixtures("settings", "trainer")
+def test_a_run_without_weights_is_told(ledger: Ledger, tmp_path: Path) -> None:
     """Version 0 is recorded, but its files are gone."""
     with pytest.raises(UserError, match=f"Run {RUN} has no weights to evaluate"):
-        newest_weights(ledger, RUN)
-    assert not RunDirectory(settings.shared.runs / RUN).weights.exists()
+        take_newest_weights(ledger, RUN, tmp_path / "taken")
+    assert not (tmp_path / "taken").exists()
+
+
+def test_weights_that_are_evaluated_outlive_the_version(
+    settings: Settings, ledger: Ledger, trainer: Actor, tmp_path: Path
+) -> None:
+    """A run that trains on deletes what nobody claims; an evaluation is no actor of it."""
+    run = RunDirectory(settings.shared.runs / RUN)
+    run.create()
+
+    def fill(directory: Path) -> None:
+        (directory / "config.json").write_text("{}")
+        (directory / "model.safetensors").write_bytes(b"weights")
+
+    path = publish_weights(run, 0, 1, fill)
+    ledger.record_version(trainer, 1, str(path))
+    take_newest_weights(ledger, RUN, tmp_path / "taken")
+    assert delete_unused(run, 0, {(0, 1)}) == []
+    assert not path.exists()
+    verify_weights(tmp_path / "taken")
 
 
 HERE = Machine(
