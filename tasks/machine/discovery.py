@@ -6,7 +6,7 @@ import re
 
 from planners.errors import UserError
 from planners.hardware.machine import Device, Machine
-from tasks.machine.gpus import visible_gpus
+from tasks.machine.gpus import slug, visible_gpus
 from tasks.machine.memory import memory_bytes
 
 CONTROL = "control"
@@ -25,7 +25,7 @@ def discover_machine() -> Machine:
         UserError: HEXFLOW_DEVICES is malformed or names a core that is not there; the NVIDIA driver fails.
     """
     name = os.environ.get("HEXFLOW_MACHINE") or platform.node()
-    return Machine(name=_slug(name) or "localhost", devices=_devices())
+    return Machine(name=slug(name) or "localhost", devices=_devices())
 
 
 def _devices() -> tuple[Device, ...]:
@@ -72,7 +72,3 @@ def parse_device_labels(text: str, cores: list[int]) -> dict[int, str]:
     if not types:
         raise UserError("HEXFLOW_DEVICES names no device: write type=core,core as in fast=0;slow=1, or unset it.")
     return types
-
-
-def _slug(text: str) -> str:
-    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")

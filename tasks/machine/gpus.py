@@ -95,12 +95,12 @@ def gpu_type(name: str, memory_bytes: int) -> str:
     known = CATALOGUE.get(model)
     if known is None or abs(memory_bytes / known.memory_bytes - 1) > _SAME_MEMORY:
         model = f"{model}-{round(memory_bytes / 2**30)}"
-    return f"{model}-mig-{_slug(profile)}" if profile else model
+    return f"{model}-mig-{slug(profile)}" if profile else model
 
 
 def _model(name: str) -> str:
     """What tells a model from another one of the same memory: PCIe, NVL, Laptop and Max-Q are slower ones."""
-    words = [word for word in _slug(name).split("-") if not _COMMON.fullmatch(word)]
+    words = [word for word in slug(name).split("-") if not _COMMON.fullmatch(word)]
     if words[:1] == ["rtx"] and re.fullmatch(r"[a-z]\d+", words[1] if len(words) > 1 else ""):
         del words[0]  # RTX A6000 is known as A6000
     return "-".join(words) or "gpu"
@@ -196,5 +196,6 @@ def _is_called(gpu: Device, name: str) -> bool:
     return name == str(gpu.index) or (not name.isdecimal() and gpu.uuid.startswith(name))
 
 
-def _slug(text: str) -> str:
+def slug(text: str) -> str:
+    """A name in lower-case letters, digits and single hyphens, as pools and queues are called."""
     return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")

@@ -166,7 +166,7 @@ def test_files_and_functions_stay_short() -> None:
 
 
 TESTS = sorted((REPOSITORY / "tests").rglob("*.py"))
-PRIVATE_NAMES = 24
+PRIVATE_NAMES = 22
 """How often tests take a name of ours that starts with an underscore; lower it when it falls."""
 
 
