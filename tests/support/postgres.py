@@ -2,12 +2,16 @@
 
 It listens on a socket in a directory of its own and nowhere else, so no port is taken and no other user gets in.
 PostgreSQL refuses to run as root; there it runs as `nobody`, from a copy that this user can read.
+
+A keeper stands between, a process of its own (`python -m tests.support.postgres`): it ends the server and deletes its
+directory when the process that wanted it closes the pipe between them, or is gone, by whatever signal.
 """
 
 import os
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -19,7 +23,9 @@ from pathlib import Path
 import psycopg
 
 _START_DEADLINE_S = 60.0
+_START, _STOP = b"start\n", b"stop\n"
 _UNPRIVILEGED = ("nobody", "nogroup")
+_QUICK = {"fsync": "off", "full_page_writes": "off", "synchronous_commit": "off", "autovacuum": "off"}
 _ENCODING = ["--encoding=UTF8", "--locale=C.UTF-8"]
 
 
@@ -28,7 +34,34 @@ class PostgresServer:
     """A running server; `directory` holds its socket, data and log."""
 
     directory: Path
-    process: subprocess.Popen[bytes]
+    keeper: subprocess.Popen[bytes]
+
+    def start(self) -> None:
+        """Start it, and wait until it answers.
+
+        Raises:
+            RuntimeError: it does not, and its keeper says why.
+        """
+        self._tell(_START)
+        deadline = time.monotonic() + _START_DEADLINE_S
+        while True:
+            try:
+                return self.run("SELECT 1")
+            except psycopg.OperationalError:
+                if time.monotonic() > deadline or self.keeper.poll() is not None:
+                    raise RuntimeError("PostgreSQL does not answer") from None
+            time.sleep(0.02)
+
+    def stop(self) -> None:
+        """Shut it down as for a restart, and wait: connections end, and no other is taken until `start`."""
+        self._tell(_STOP)
+        while (self.directory / "data/postmaster.pid").exists():
+            time.sleep(0.02)
+
+    def _tell(self, word: bytes) -> None:
+        assert self.keeper.stdin is not None
+        self.keeper.stdin.write(word)
+        self.keeper.stdin.flush()
 
     def url(self, database: str) -> str:
         """The URL of a database of this server."""
@@ -63,22 +96,34 @@ def private_postgres(*, durable: bool) -> Iterator[PostgresServer]:
         durable: whether commits are on the disk before they are answered, as in use; tests need it not.
     """
     directory = Path(tempfile.mkdtemp(prefix="hexflow-pg-"))
+    command = [sys.executable, "-m", __name__, str(directory), *(["--durable"] if durable else [])]
+    repository = Path(__file__).parents[2]
+    keeper = subprocess.Popen(command, cwd=repository, stdin=subprocess.PIPE, start_new_session=True)
+    with keeper:  # closes the pipe at the end, and waits
+        server = PostgresServer(directory, keeper)
+        server.start()
+        yield server
+
+
+def keep(directory: Path, durable: bool) -> None:
+    """Start and stop the server as standard input says, until that ends; then leave nothing of it."""
+    server: subprocess.Popen[bytes] | None = None
     try:
-        programs = _programs(directory)
-        data = directory / "data"
+        programs, data = _programs(directory), directory / "data"
         _run([programs / "bin/initdb", "-D", data, "-U", "hexflow", "--auth=trust", "--no-sync", *_ENCODING], directory)
-        settings = {"listen_addresses": "", "unix_socket_directories": directory}
-        settings |= (
-            {}
-            if durable
-            else {"fsync": "off", "full_page_writes": "off", "synchronous_commit": "off", "autovacuum": "off"}
-        )
+        settings: dict[str, str | Path] = {"listen_addresses": "", "unix_socket_directories": directory}
+        settings |= {} if durable else _QUICK
         options = [part for name, value in settings.items() for part in ("-c", f"{name}={value}")]
-        with _started([programs / "bin/postgres", "-D", data, *options], directory) as process:
-            server = PostgresServer(directory, process)
-            _wait_until_it_answers(server)
-            yield server
+        for word in sys.stdin.buffer:
+            if word == _START:
+                server = _spawn([programs / "bin/postgres", "-D", data, *options], directory)
+            elif server is not None:
+                server.send_signal(signal.SIGINT)
+                server.wait(_START_DEADLINE_S)
     finally:
+        if server is not None:
+            server.send_signal(signal.SIGQUIT)  # at once: its data go with it
+            server.wait(_START_DEADLINE_S)
         shutil.rmtree(directory)
 
 
@@ -119,22 +164,5 @@ def _run(command: list[str | Path], directory: Path) -> None:
         raise RuntimeError((directory / "log").read_text())
 
 
-@contextmanager
-def _started(command: list[str | Path], directory: Path) -> Iterator[subprocess.Popen[bytes]]:
-    process = _spawn(command, directory)
-    try:
-        yield process
-    finally:
-        process.send_signal(signal.SIGQUIT)  # at once: its data go with it
-        process.wait(_START_DEADLINE_S)
-
-
-def _wait_until_it_answers(server: PostgresServer) -> None:
-    deadline = time.monotonic() + _START_DEADLINE_S
-    while True:
-        try:
-            return server.run("SELECT 1")
-        except psycopg.OperationalError:
-            if time.monotonic() > deadline or server.process.poll() is not None:
-                raise RuntimeError((server.directory / "log").read_text()) from None
-        time.sleep(0.02)
+if __name__ == "__main__":
+    keep(Path(sys.argv[1]), "--durable" in sys.argv)
