@@ -76,7 +76,7 @@ def conduct(run: RunContext, flow_run_id: str) -> dict[str, Any] | State[Any]:
 
     The only place that hears of Prefect's termination: whatever asks for the run's end, it comes here as SIGTERM, once.
     """
-    work, hurry, how = Work(), threading.Event(), "failed"
+    work, hurry, how = Work(), run.ledger.hurry, "failed"
     with ExitStack() as stack:
         try:
             try:
@@ -88,6 +88,10 @@ def conduct(run: RunContext, flow_run_id: str) -> dict[str, Any] | State[Any]:
                 only_hurry(hurry)
         except TerminationSignal:
             how = "cancelled"
+            hurry.set()
+        except SQLAlchemyError:  # the ledger was asked for long enough
+            hurry.set()
+            raise
         finally:
             summary = end(run, work, how, hurry)
     if how == "cancelled":

@@ -215,7 +215,7 @@ def resume(run: Annotated[str, typer.Argument(metavar="RUN", help="Run id, as `h
     if not path.exists():
         raise UserError(f"There is no run {run} in {settings.shared.runs}: `hexflow runs` lists them.")
     require_places(settings)
-    ledger = Ledger(settings.shared.ledger_url)
+    ledger = Ledger(settings.shared.ledger_url, patience_s=0)
     row = ledger.find_run(run_id=run)
     if row is not None and row.state == "completed":
         raise UserError(f"Run {run} is complete: there is nothing to resume. Start a new run instead.")

@@ -54,7 +54,8 @@ def bring_up(settings: Settings, console: Console, machine: Machine | None = Non
 def run_and_follow(settings: Settings, parameters: dict[str, Any], machine: Machine | None = None) -> None:
     """Run the `rl` deployment, show it to its end, print the key figures, leave with its status."""
     console = open_console()
-    ledger = Ledger(settings.shared.ledger_url)  # refused here if another version made it: nothing has been started
+    # Refused here if another version made it: nothing has been started.
+    ledger = Ledger(settings.shared.ledger_url, patience_s=0)
     api = PrefectApi(bring_up(settings, console, machine).prefect_url)
     flow_run_id = api.create_flow_run("rl/rl", parameters)
     with _started():
@@ -77,7 +78,8 @@ def plan_here(settings: Settings, experiment: Experiment, console: Console) -> N
     with telling(console.print) as tell:
         tell(PREPARING.format(experiment.model.source))
         make_ready(experiment, machine, settings)
-    Ledger(settings.shared.ledger_url)  # refused here if another version made it: nothing has been started
+    # Refused here if another version made it: nothing has been started.
+    Ledger(settings.shared.ledger_url, patience_s=0)
     api = PrefectApi(bring_up(settings, console, machine).prefect_url)
     console.print(MEASURING)
     flow_run_id = api.create_flow_run("plan/plan", {"experiment": experiment.model_dump(mode="json")})
@@ -115,4 +117,4 @@ def _started() -> Iterator[None]:
 def _follow(settings: Settings, api: Any, flow_run_id: str, console: Console) -> dict[str, Any]:
     page = f"{without_password(api.url).removesuffix('/api')}/runs/flow-run/{flow_run_id}"
     console.print(f"Flow run: {page}", soft_wrap=True)
-    return Follower(api, Ledger(settings.shared.ledger_url), flow_run_id, console).follow()
+    return Follower(api, Ledger(settings.shared.ledger_url, patience_s=0), flow_run_id, console).follow()

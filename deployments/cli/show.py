@@ -104,7 +104,7 @@ def show_running(settings: Settings, console: Console) -> None:
     """Print the machines that flows have looked at, and the running runs with their plan and actors."""
     if _has_no_ledger(settings):
         return
-    ledger = Ledger(settings.shared.ledger_url)
+    ledger = Ledger(settings.shared.ledger_url, patience_s=0)
     for row in ledger.machines():
         counts = Machine.model_validate_json(row.description_json).count_by_type()
         devices = ", ".join(f"{count} × {device_type}" for device_type, count in counts.items())
@@ -137,7 +137,7 @@ def show_runs(settings: Settings, console: Console) -> None:
     if _has_no_ledger(settings):
         console.print(f"No run yet under {settings.local.home}; HEXFLOW_HOME names another place.", soft_wrap=True)
         return
-    ledger = Ledger(settings.shared.ledger_url)
+    ledger = Ledger(settings.shared.ledger_url, patience_s=0)
     runs = sorted(ledger.list_runs(), key=lambda run: run.created_s)
     if not runs:
         laptop = SHIPPED / "experiments" / "laptop.yaml"

@@ -34,7 +34,7 @@ class Running:
 def running_runs(settings: Settings, say: Say) -> list[Running]:
     """The runs that go on; none where the ledger cannot be read, which `say` is told."""
     try:
-        ledger = Ledger(settings.shared.ledger_url)
+        ledger = Ledger(settings.shared.ledger_url, patience_s=0)
         return [Running(run, ledger.actors(run.run_id)) for run in ledger.list_runs() if run.state == "running"]
     except (UserError, SQLAlchemyError) as error:
         say(f"The runs in the ledger are left as they are: {_told(error)}")
@@ -47,7 +47,7 @@ def want_the_end(settings: Settings, say: Say) -> None:
     for found in running_runs(settings, say):
         if found.run.flow_run_id in here:
             try:
-                Ledger(settings.shared.ledger_url).ask_to_cancel(found.run.flow_run_id)
+                Ledger(settings.shared.ledger_url, patience_s=0).ask_to_cancel(found.run.flow_run_id)
             except SQLAlchemyError as error:
                 say(f"Run {found.run.run_id} is told by a signal only: {_told(error)}")
 
@@ -86,7 +86,7 @@ def settle_runs(settings: Settings, mlflow_url: str, lost: Sequence[Running], is
     for run, rows in ((found.run, found.rows) for found in lost):
         supervisor = next(row for row in rows if row.role == "supervisor")
         actor = Actor(run.run_id, "supervisor", supervisor.slot, supervisor.attempt)
-        if Ledger(settings.shared.ledger_url).settle_run(actor, supervisor.serial, state):
+        if Ledger(settings.shared.ledger_url, patience_s=0).settle_run(actor, supervisor.serial, state):
             end_run(mlflow_url, run.mlflow_run_id, "KILLED" if is_cancelled else "FAILED", newest_attempts(rows))
 
 

@@ -26,6 +26,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from flows.running.context import RunContext
 from tasks.exchange.ledger import Ledger
 from tasks.lifecycle.scope import BEAT_S, ActorScope
+from tasks.lifecycle.stopped import StoppedWriters
 
 SERVER_POLL_S = 5.0
 WORKER_GRACE_POLLS = 2
@@ -62,8 +63,9 @@ def supervised(
 
     scope = ActorScope(run.ledger, run.supervisor, run.process, terminate, hears_sigterm=False, interval_s=interval_s)
     try:
-        with scope, _ServerWatch(run.ledger, flow_run_id, read, terminate):
-            scope.report("running")
+        watch = _ServerWatch(run.ledger, flow_run_id, read, terminate)
+        scope.report("running")
+        with watch, StoppedWriters(run.ledger, run.supervisor), scope:  # last: once it beats, a signal may come
             yield scope
     finally:
         over.set()
@@ -128,7 +130,7 @@ class _ServerWatch:
 
     def _ask(self) -> None:
         try:
-            self._ledger.ask_to_cancel(self._flow_run_id)
+            self._ledger.at_once().ask_to_cancel(self._flow_run_id)
         except SQLAlchemyError as error:
             _log.warning("the ledger did not take the cancellation, which is done without it: %s", error)
             self._terminate("the server says so")

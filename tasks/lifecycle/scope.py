@@ -49,9 +49,9 @@ class ActorScope:
     once with status 75: whatever it holds belongs to its replacement. What asks the actor to leave is told to
     `on_leave` once, from another thread, with the reason: SIGTERM (within about a second, also while the main thread is
     held up by a backward pass, since the interpreter's wake-up byte is written at once), the ledger, or a supervisor
-    that is gone for good. In the same way `on_drain` hears that it is to take on nothing new and to leave when that is
-    done. At the end of the scope the ledger hears that the actor is done, or failed and why; the first
-    word counts.
+    that is gone for good; from then on nobody waits for a ledger that does not answer. In the same way `on_drain` hears
+    that it is to take on nothing new and to leave when that is done. At the end of the scope the ledger hears that the
+    actor is done, or failed and why; the first word counts.
     """
 
     def __init__(
@@ -106,6 +106,8 @@ class ActorScope:
         if isinstance(error, Fenced):
             self._leave_to_another(error)
         self._close()
+        if isinstance(error, SQLAlchemyError):
+            self._ledger.hurry.set()  # it was asked for long enough
         if error is None:
             say_last_word(self._ledger, self.actor, "done")
         else:
@@ -126,6 +128,7 @@ class ActorScope:
     def _leave(self, reason: str) -> None:
         if self._told.acquire(blocking=False):
             _log.warning("%s %d leaves: %s", self.actor.role, self.actor.slot, reason)
+            self._ledger.hurry.set()
             self._on_leave(reason)
 
     def _beat_until_stopped(self) -> None:

@@ -1,8 +1,9 @@
 """The ledger under random interleavings of lagging, dying replicas and a trainer that crashes and resumes.
 
-Whatever happens in `tests.support.world`, no group and no prompt is consumed twice in the surviving lineage, no
-consumed token is older than η or of an abandoned version, no file under a reader is deleted, the dead write nothing,
-who is told to drain begins nothing new and loses nothing, and from every state a fair schedule ends the run.
+Whatever happens in `tests.support.world`, and whichever answers are lost, no group and no prompt is consumed twice in
+the surviving lineage, no consumed token is older than η or of an abandoned version, no file under a reader is deleted,
+the dead write nothing, who is told to drain begins nothing new and loses nothing, and from every state a fair schedule
+ends the run.
 """
 
 import random
@@ -14,13 +15,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tasks.exchange.ledger import Ledger
+from tests.support.forgetful import ForgetfulLedger
 from tests.support.world import SIZES, World
 
 
 @pytest.fixture(scope="module")
 def ledger(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ledger]:
     path: Path = tmp_path_factory.mktemp("interleavings")
-    opened = Ledger(f"sqlite:///{path / 'ledger.db'}")
+    opened = ForgetfulLedger(f"sqlite:///{path / 'ledger.db'}")
     yield opened
     opened.close()
 

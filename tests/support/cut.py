@@ -1,4 +1,4 @@
-"""A way to PostgreSQL that loses answers: it can cut a connection when the server has said that it committed."""
+"""A way to PostgreSQL that loses answers: it can cut a connection when the server has said what it did."""
 
 import contextlib
 import socket
@@ -8,28 +8,29 @@ from contextlib import contextmanager
 from pathlib import Path
 
 _SOCKET = ".s.PGSQL.5432"
-_COMMITTED = b"COMMIT\x00"
+COMMITTED, FOUND = b"COMMIT\x00", b"SELECT "
+"""How the server ends its answer to a commit, and to a query."""
 
 
 class CuttingWay:
-    """Passes everything on, until `cut_next_commit`: then the next answer to a commit is lost with its connection."""
+    """Passes everything on, until `cut_next`: then the next such answer is lost with its connection."""
 
     def __init__(self, server: Path, own: Path) -> None:
         self.directory = own
         self._server = server
-        self._is_armed = threading.Event()
+        self._armed: bytes | None = None
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(str(own / _SOCKET))
         self._listener.listen()
 
-    def cut_next_commit(self) -> None:
-        """Lose the next answer to a commit."""
-        self._is_armed.set()
+    def cut_next(self, answer: bytes | None) -> None:
+        """Lose the next answer with these bytes; None: lose none."""
+        self._armed = answer
 
     @property
     def has_cut(self) -> bool:
         """Whether the answer was lost that was to be lost."""
-        return not self._is_armed.is_set()
+        return self._armed is None
 
     def serve(self) -> None:
         """Accept connections until `close`."""
@@ -49,8 +50,8 @@ class CuttingWay:
     def _pass_on(self, source: socket.socket, target: socket.socket, may_cut: bool) -> None:
         with contextlib.suppress(OSError):
             while data := source.recv(1 << 16):
-                if may_cut and _COMMITTED in data and self._is_armed.is_set():
-                    self._is_armed.clear()
+                if may_cut and self._armed is not None and self._armed in data:
+                    self._armed = None
                     break
                 target.sendall(data)
         for end in (source, target):

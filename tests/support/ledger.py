@@ -1,8 +1,13 @@
 """A small run and what its actors do, for the tests of the ledger; the fixtures are in conftest.py."""
 
 import itertools
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from inspect import isfunction
+from typing import Any
 
-from tasks.exchange.ledger import Actor, GroupRow, Lease, Ledger, Process
+from tasks.exchange.ledger import Actor, Beat, GroupRow, Lease, Ledger, Process
+from tasks.exchange.ledger.database import Database
 
 RUN = "run"
 B, ETA, STEPS = 2, 1, 3
@@ -12,6 +17,24 @@ _keys = itertools.count()
 def a_process(pid: int = 1, machine: str = "here") -> Process:
     """A process that never was before."""
     return Process(f"elsewhere/{pid}/{next(_keys)}", pid, machine)
+
+
+def public_calls() -> set[str]:
+    """Names of all calls that processes make on a ledger."""
+    parts = [part for part in Ledger.__mro__ if issubclass(part, Database) and part is not Database]
+    return {name for part in parts for name, call in vars(part).items() if isfunction(call) and name[0] != "_"}
+
+
+def timeless(answer: Any) -> Any:
+    """An answer of the ledger without the times and the counts of beats in it, which no two of them share."""
+    if isinstance(answer, Beat):
+        return answer.wanted, answer.supervisor[0]
+    if is_dataclass(answer):
+        names = [field.name for field in fields(answer) if not field.name.endswith("_s") and field.name != "serial"]
+        return {name: timeless(getattr(answer, name)) for name in names}
+    if isinstance(answer, Mapping):
+        return {key: timeless(value) for key, value in answer.items()}
+    return [timeless(value) for value in answer] if isinstance(answer, list | tuple) else answer
 
 
 def begin(

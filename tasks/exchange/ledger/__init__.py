@@ -8,7 +8,8 @@ Invariants, each kept by the transaction that could break it and by the keys in 
 - counts are derived from the open groups and from the totals that stand with the last step that consumed, so a resume
   takes them back; only drops, which nothing takes back, are counted beside their rows;
 - what is over and done is not read again: no call of a step, lease, beat or page costs more the longer a run gets;
-- every transition may be repeated: the second time changes nothing and answers the same.
+- every transition may be repeated, and is where its answer was lost: the second time changes nothing and answers the
+  same.
 """
 
 from tasks.exchange.ledger.actors import Actors

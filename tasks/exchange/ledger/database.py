@@ -1,30 +1,39 @@
-"""Opening the ledger's database and running transactions on it: all that differs between SQLite and PostgreSQL.
+"""Opening the ledger's database, running transactions on it, and making calls again that it did not answer.
 
 SQLite serves one machine, PostgreSQL a cluster; one URL says which. Times are the database's, in seconds since 1970, so
 the clocks of machines need not agree.
 """
 
-import os
+import copy
+import inspect
+import logging
 import sqlite3
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, nullcontext
+from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
-from filelock import FileLock
-from sqlalchemy import Connection, Engine, Float, create_engine, event, func, insert, inspect, select
+import tenacity
+from sqlalchemy import Connection, Engine, Float, create_engine, func, insert, select
+from sqlalchemy import inspect as look_into
 from sqlalchemy.engine import URL, make_url
-from sqlalchemy.exc import ArgumentError, SQLAlchemyError
+from sqlalchemy.exc import ArgumentError, DBAPIError, SQLAlchemyError
 from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.sql.functions import FunctionElement
 
 from planners.errors import UserError
 from tasks.config.passwords import without_password
+from tasks.exchange.ledger import sqlite
 from tasks.exchange.ledger.schema import metadata, schema_info
 from tasks.exchange.wire import WIRE_VERSION
-from tasks.machine.private import OWN_DIRECTORY, OWN_FILE, open_own
 
-_BUSY_TIMEOUT_S = 60.0
+OUTAGE_S = 300.0
+"""For so long a process that works on a run asks a ledger again that does not answer: its server is started anew, its
+host is cut off, or somebody keeps the lock."""
+_LONGEST_PAUSE_S = 3.0
+_log = logging.getLogger(__name__)
 
 
 class now_s(FunctionElement[float]):
@@ -45,22 +54,47 @@ def _now_on_postgresql(element: Any, compiler: Any, **options: Any) -> str:
 
 
 class Database:
-    """A pool of connections and the two kinds of transaction that the ledger needs. Threads may share it."""
+    """A pool of connections and the two kinds of transaction that the ledger needs. Threads may share it.
 
-    def __init__(self, url: str) -> None:
+    The public calls of the ledger's parts, which are its subclasses, are made again where the database did not answer.
+    An answer that was lost cannot be told from a call that was, so each of them may be repeated.
+    """
+
+    def __init_subclass__(cls) -> None:
+        for name, method in list(vars(cls).items()):
+            if inspect.isfunction(method) and not name.startswith("_"):
+                setattr(cls, name, _repeated(method))
+
+    def __init__(self, url: str, patience_s: float = OUTAGE_S) -> None:
         """Open the database, creating its tables if they are absent; safe from many processes at once.
+
+        Args:
+            url: the database.
+            patience_s: for so long a call that is not answered, this one included, is made again; 0: it is not, for
+                who asks again anyway, or tells a person.
 
         Raises:
             UserError: the URL is wrong, the database cannot be opened, or another version of hexflow made it.
         """
         place = _parse(url)
+        self.hurry = threading.Event()
+        """Set it where the process is to end: from then on no call is made again."""
+        self._file = Path(place.database or "").absolute() if place.get_backend_name() == "sqlite" else None
+        self._repeating = tenacity.Retrying(
+            retry=tenacity.retry_if_exception(self._is_unanswered),
+            stop=tenacity.stop_after_delay(patience_s) | tenacity.stop_when_event_set(self.hurry),
+            wait=tenacity.wait_exponential(multiplier=0.1, max=_LONGEST_PAUSE_S),
+            sleep=tenacity.sleep_using_event(self.hurry),
+            before_sleep=lambda state: _tell(state, patience_s),
+            reraise=True,
+        )
         with _explained(place):
-            if place.get_backend_name() == "sqlite":
-                self._open_sqlite(place, Path(place.database or "").absolute())
+            if self._file:
+                self._readers, self._writers = sqlite.open_engines(place)
             else:
-                self._open_postgresql(place)
-            with self.read() as connection:
-                found = connection.scalar(select(schema_info.c.version))
+                self._writers = _postgresql_engine(place)
+                self._readers = self._writers.execution_options(isolation_level="REPEATABLE READ")
+            found = self._repeating(self._open_tables)
         _require_version(found, place)
 
     @contextmanager
@@ -81,32 +115,68 @@ class Database:
                 connection.execute(select(func.pg_advisory_xact_lock(func.hashtext(key))))
             yield connection
 
+    def at_once(self) -> Self:
+        """The same ledger, whose calls are not made again: for who has another way, or no time."""
+        quick = copy.copy(self)
+        quick._repeating = self._repeating.copy(stop=tenacity.stop_after_attempt(1))
+        return quick
+
     def close(self) -> None:
         """Close the pooled connections."""
         self._writers.dispose()
         self._readers.dispose()
 
-    def _open_sqlite(self, url: URL, path: Path) -> None:
-        self._readers = _sqlite_engine(url, "BEGIN")
-        self._writers = _sqlite_engine(url, "BEGIN IMMEDIATE")
-        path.parent.mkdir(mode=OWN_DIRECTORY, parents=True, exist_ok=True)
-        # Several processes that switch a new file to WAL at once get "database is locked" in spite of the busy timeout.
-        with FileLock(path.with_name(path.name + ".lock"), timeout=_BUSY_TIMEOUT_S, mode=OWN_FILE):
-            os.close(open_own(str(path), os.O_RDWR | os.O_CREAT))  # SQLite's files beside it get its mode
-            with closing(sqlite3.connect(path, timeout=_BUSY_TIMEOUT_S)) as connection:
-                connection.execute("PRAGMA journal_mode = WAL")
-            self._create_tables()
+    def stopped_writer(self) -> int | None:
+        """Pid of a process on this machine that has stopped and keeps all others from writing.
 
-    def _open_postgresql(self, url: URL) -> None:
-        self._writers = _postgresql_engine(url)
-        self._readers = self._writers.execution_options(isolation_level="REPEATABLE READ")
-        self._create_tables()
+        On PostgreSQL there is none: the server ends its transaction.
+        """
+        return sqlite.stopped_writer(self._file) if self._file else None
 
-    def _create_tables(self) -> None:
-        with self.write("schema") as connection:
-            metadata.create_all(connection)
-            if connection.scalar(select(schema_info.c.version)) is None:
-                connection.execute(insert(schema_info).values(version=WIRE_VERSION))
+    def _open_tables(self) -> int | None:
+        """The version of the tables. Where they are there, nothing is written: the lock may be somebody else's."""
+        with sqlite.opening(self._file) if self._file else nullcontext():
+            with self.read() as connection:
+                if look_into(connection).has_table(schema_info.name):
+                    found = connection.scalar(select(schema_info.c.version))
+                    if found is not None:
+                        return found
+            with self.write("schema") as connection:
+                metadata.create_all(connection)
+                found = connection.scalar(select(schema_info.c.version))
+                if found is None:
+                    connection.execute(insert(schema_info).values(version=WIRE_VERSION))
+        return WIRE_VERSION if found is None else found
+
+    def _is_unanswered(self, error: BaseException) -> bool:
+        """Whether the call may be made again; whatever else is raised is an answer."""
+        if not isinstance(error, DBAPIError):
+            return isinstance(error, sqlite.Locked)
+        if self._file:
+            return isinstance(error.orig, sqlite.Locked)
+        from tasks.exchange.ledger.postgres import is_unanswered  # see `_postgresql_engine`
+
+        return is_unanswered(error)
+
+
+def _repeated(method: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(method)
+    def call(self: Database, *args: Any, **kwargs: Any) -> Any:
+        return self._repeating(method, self, *args, **kwargs)
+
+    return call
+
+
+def _tell(state: tenacity.RetryCallState, patience_s: float) -> None:
+    """Say what is waited for."""
+    assert state.outcome is not None
+    error, call = state.outcome.exception(), getattr(state.fn, "__name__", "")
+    assert isinstance(error, Exception)
+    waited_s = state.seconds_since_start or 0.0
+    _log.warning(
+        "the ledger has not answered %s for %.0f s, and is asked again until %.0f s have passed: %s",
+        *(call.strip("_"), waited_s, patience_s, cause_of(error)),
+    )
 
 
 def require_usable(url: str) -> None:
@@ -122,7 +192,7 @@ def require_usable(url: str) -> None:
     with _explained(place):
         engine = create_engine(place) if is_file else _postgresql_engine(place)
         with closing(engine.connect()) as connection:
-            is_new = not inspect(connection).has_table(schema_info.name)
+            is_new = not look_into(connection).has_table(schema_info.name)
             found = WIRE_VERSION if is_new else connection.scalar(select(schema_info.c.version))
         engine.dispose()
     _require_version(found, place)
@@ -184,23 +254,3 @@ def _postgresql_engine(url: URL) -> Engine:
     from tasks.exchange.ledger.postgres import open_engine  # not before: its driver is an extra of a cluster
 
     return open_engine(url)
-
-
-def _sqlite_engine(url: URL, begin: str) -> Engine:
-    engine = create_engine(url)
-
-    @event.listens_for(engine, "connect")
-    def configure(connection: sqlite3.Connection, record: Any) -> None:
-        connection.isolation_level = None  # the driver must not begin transactions; `begin` below does
-        connection.execute(f"PRAGMA busy_timeout = {int(_BUSY_TIMEOUT_S * 1000)}")
-        connection.execute("PRAGMA foreign_keys = ON")
-        # FULL, not NORMAL: in WAL mode NORMAL survives a SIGKILL, but a power cut may undo the last commits. The files
-        # that the ledger speaks of are synced before they are recorded, and a checkpoint that outlives the record of
-        # what it consumed would let groups be used twice. Costs one fsync (a few ms) per transaction that changes rows.
-        connection.execute("PRAGMA synchronous = FULL")
-
-    @event.listens_for(engine, "begin")
-    def begin_transaction(connection: Connection) -> None:
-        connection.exec_driver_sql(begin)
-
-    return engine

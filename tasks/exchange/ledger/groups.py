@@ -33,7 +33,7 @@ from sqlalchemy import (
 
 from planners.errors import UserError
 from planners.staleness import choose_groups, may_lease
-from tasks.exchange.ledger.database import Database, now_s
+from tasks.exchange.ledger.database import OUTAGE_S, Database, now_s
 from tasks.exchange.ledger.fence import OPEN, require_active, require_supervisor, rows_of, run_of
 from tasks.exchange.ledger.rows import Actor, GroupRow, Lease, RunRow, columns_of
 from tasks.exchange.ledger.schema import (
@@ -75,9 +75,9 @@ class _Open:
 class Groups(Database):
     """The groups of a run, from lease to consumption."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, patience_s: float = OUTAGE_S) -> None:
         """See `Database`."""
-        super().__init__(url)
+        super().__init__(url, patience_s)
         self._refused: set[Actor] = set()
 
     def lease_group(self, actor: Actor, loaded_version: int, key: str) -> Lease | None:

@@ -1,8 +1,8 @@
 """Connections to PostgreSQL on which every call ends: with its answer, or with an error within 10 seconds.
 
-The server ends waits for a lock and transactions in which nobody does anything any more, so that a process that stops
-in the middle of one holds up nobody for long. Against a host that is cut off, or a server that is stopped, only the
-client itself can help: it gives up a connection from which it has heard nothing.
+The server ends waits for a lock, statements that take too long and transactions in which nobody does anything any more,
+so that a process that stops in the middle of one holds up nobody for long. Against a host that is cut off, or a server
+that is stopped, only the client itself can help: it gives up a connection from which it has heard nothing.
 """
 
 import time
@@ -12,15 +12,26 @@ from typing import Any
 import psycopg
 from sqlalchemy import Engine, create_engine, event
 from sqlalchemy.engine import URL
-from sqlalchemy.exc import DisconnectionError
+from sqlalchemy.exc import DBAPIError, DisconnectionError
 
 IDLE_IN_TRANSACTION_S = 5.0
 LOCK_WAIT_S = 8.0
 """Longer than who holds the lock may do nothing."""
+STATEMENT_S = 8.5
 SILENCE_S = 9.0
 """Longer than the server lets anybody wait for a lock, so that its own errors come first."""
-REACH_S = 4.0
-"""For a connection of before to show that it is alive, and once more for another one to be made in its place."""
+REACH_S = 3.0
+"""For a connection of before to show that it is alive, and again for each address at which another one is tried."""
+_ASK_AGAIN = {
+    "40001",  # serialization_failure
+    "40P01",  # deadlock_detected
+    "55P03",  # lock_not_available: lock_timeout
+    "57014",  # query_canceled: statement_timeout
+    "57P01",  # admin_shutdown
+    "57P02",  # crash_shutdown
+    "57P03",  # cannot_connect_now
+}
+"""Errors after which the transaction is undone, and may well succeed when it is made again."""
 
 
 _Exchange = Generator[Any, Any, Any]
@@ -49,7 +60,10 @@ def open_engine(url: URL) -> Engine:
         # Every statement is a search by key. A planner that last saw a table when it was small would read all of it.
         "enable_seqscan": "off",
         "lock_timeout": f"{LOCK_WAIT_S * 1000:.0f}",
+        "statement_timeout": f"{STATEMENT_S * 1000:.0f}",
         "idle_in_transaction_session_timeout": f"{IDLE_IN_TRANSACTION_S * 1000:.0f}",
+        # For a client that stops while an answer is sent to it, which no other deadline of the server sees.
+        "tcp_user_timeout": f"{LOCK_WAIT_S * 1000:.0f}",
     }
     arguments = {
         "options": " ".join(f"-c {name}={value}" for name, value in settings.items()),
@@ -68,6 +82,10 @@ def open_engine(url: URL) -> Engine:
     @event.listens_for(engine, "checkout")
     def ping(connection: _Connection, record: Any, proxy: Any) -> None:
         """The server may have been started anew since the connection was made: then another one is."""
+        is_new = "used" not in record.info
+        record.info["used"] = True
+        if is_new:
+            return
         connection.patience_s = REACH_S
         try:
             connection.autocommit = True
@@ -78,6 +96,17 @@ def open_engine(url: URL) -> Engine:
         connection.patience_s = SILENCE_S
 
     return engine
+
+
+def is_unanswered(error: DBAPIError) -> bool:
+    """Whether the server has not answered, or may answer otherwise when it is asked again.
+
+    One that cannot be reached gives no code; nor does one that refuses a password, which libpq does not tell apart.
+    """
+    if error.connection_invalidated:
+        return True
+    cause = error.orig
+    return isinstance(cause, psycopg.OperationalError) and (cause.sqlstate is None or cause.sqlstate in _ASK_AGAIN)
 
 
 def _while_heard_from(steps: _Exchange, patience_s: float) -> _Exchange:

@@ -1,12 +1,13 @@
-"""On PostgreSQL every call ends in time, whoever has stopped, and may be repeated when its answer was lost."""
+"""On PostgreSQL every call ends in time, whoever has stopped."""
 
 import os
 import signal
-import tempfile
-from collections.abc import Callable, Iterator
-from functools import partial
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from select import select as wait_readable
 
 import psycopg
 import pytest
@@ -15,8 +16,8 @@ from sqlalchemy.exc import DBAPIError, OperationalError
 
 from tasks.exchange.ledger import Ledger
 from tasks.exchange.ledger import postgres as connections
-from tests.support.cut import CuttingWay, cutting_way
-from tests.support.ledger import ETA, RUN, STEPS, B, a_process, join, lease, supervisor_of, take
+from tests.support.ledger import RUN, supervisor_of
+from tests.support.places import REPOSITORY
 from tests.support.postgres import PostgresServer
 
 QUICK_S = 0.5
@@ -32,6 +33,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Deadlines that a test can wait for; who holds a lock still goes before who waits for it gives up."""
     monkeypatch.setattr(connections, "IDLE_IN_TRANSACTION_S", QUICK_S)
     monkeypatch.setattr(connections, "LOCK_WAIT_S", 4 * QUICK_S)
+    monkeypatch.setattr(connections, "STATEMENT_S", 6 * QUICK_S)
     monkeypatch.setattr(connections, "SILENCE_S", 8 * QUICK_S)
     monkeypatch.setattr(connections, "REACH_S", 4 * QUICK_S)
 
@@ -39,7 +41,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def other(quick: None, ledger: Ledger, url: str) -> Iterator[Ledger]:
     """Another process's connection to the ledger, with quick deadlines."""
-    opened = Ledger(url)
+    opened = Ledger(url, patience_s=0)
     yield opened
     opened.close()
 
@@ -55,12 +57,13 @@ def backend_of(connection: Connection) -> int:
 
 
 def test_the_deadlines_end_every_call_within_ten_seconds() -> None:
-    assert connections.IDLE_IN_TRANSACTION_S < connections.LOCK_WAIT_S < connections.SILENCE_S < 10
-    assert 2 * connections.REACH_S < 10
+    assert connections.IDLE_IN_TRANSACTION_S < connections.LOCK_WAIT_S < connections.STATEMENT_S
+    assert connections.STATEMENT_S < connections.SILENCE_S < 10
+    assert 3 * connections.REACH_S < 10, "a connection of before, and the two addresses of a host"
 
 
 def test_who_stops_inside_a_transaction_holds_up_nobody(ledger: Ledger, other: Ledger, url: str) -> None:
-    stopped = Ledger(url)
+    stopped = Ledger(url, patience_s=0)
 
     def stop_inside() -> None:
         with stopped.write(RUN) as connection:
@@ -81,6 +84,15 @@ def test_who_waits_for_a_lock_gets_an_error_in_time(ledger: Ledger, other: Ledge
             other.close_run(supervisor, "failed")
     other.close_run(supervisor_of(other), "completed")
     assert state_of_run(other) == "completed"
+
+
+def test_a_statement_that_takes_too_long_is_ended_by_the_server(ledger: Ledger, other: Ledger) -> None:
+    def take_long() -> None:
+        with other.write(RUN) as connection:
+            connection.execute(text("SELECT count(*) FROM generate_series(1, 10000000000)"))
+
+    with pytest.raises(OperationalError, match="statement timeout"):
+        take_long()
 
 
 def test_a_server_that_is_silent_is_given_up(ledger: Ledger, other: Ledger) -> None:
@@ -110,57 +122,27 @@ def test_the_call_after_a_lost_connection_works(ledger: Ledger, postgres: Postgr
     assert ledger.progress(RUN).step == 0
 
 
-# Lost answers
+WANTS_A_SERVER = """
+import time
+from tests.support.postgres import private_postgres
+with private_postgres(durable=False) as server:
+    print(server.directory, flush=True)
+    time.sleep(600)
+"""
 
 
-@pytest.fixture
-def way(postgres: PostgresServer) -> Iterator[CuttingWay]:
-    with tempfile.TemporaryDirectory() as directory, cutting_way(postgres.directory, Path(directory)) as opened:
-        yield opened
-
-
-def test_a_call_whose_answer_was_lost_gives_the_same_when_repeated(
-    postgres: PostgresServer, url: str, way: CuttingWay
-) -> None:
-    """The connection is cut when the server has committed, for every call that changes something."""
-    ledger = Ledger(url.replace(str(postgres.directory), str(way.directory)))
-
-    def repeated(call: Callable[[], Any]) -> Any:
-        way.cut_next_commit()
-        with pytest.raises(OperationalError):
-            call()
-        assert way.has_cut
-        return call()
-
-    process = a_process()
-    sizes: dict[str, Any] = {"prompts_per_step": B, "max_staleness": ETA, "steps": STEPS, "max_attempts_per_prompt": 2}
-    supervisor = repeated(partial(ledger.begin_run, RUN, process, **sizes))
-    trainer = repeated(lambda: ledger.assign(supervisor, "trainer", 0, 0, 0, ["here"]))
-    assert trainer.attempt == 1
-    repeated(lambda: ledger.register(trainer, process))
-    replica = join(ledger, "replica")
-    repeated(lambda: ledger.heartbeat(trainer))
-    repeated(lambda: ledger.record_version(trainer, 0, "path"))
-    assert repeated(lambda: ledger.claim_version(replica, 0, 0))
-    repeated(lambda: ledger.set_loaded(replica, 0, 0))
-    repeated(lambda: ledger.request_evaluation(supervisor, "before", 0))
-    assert repeated(lambda: ledger.claim_evaluation(replica, 0)).purpose == "before"
-    repeated(lambda: ledger.record_evaluation(replica, "before", "{}"))
-    first = repeated(lambda: ledger.lease_group(replica, 0, "first"))
-    assert first.group_id == 1
-    assert repeated(lambda: ledger.name_question(replica, first.group_id, "question"))
-    repeated(lambda: ledger.drop_group(replica, first.group_id, "too_few_scored"))
-    leased = [lease(ledger, replica) for _ in range(B)]
-    assert [row.prompt_index for row in leased] == [0, 1]
-    for row in leased:
-        assert repeated(partial(ledger.complete_group, replica, row.group_id, 0, 0.5, {"scored": 2}, 9))
-    assert repeated(lambda: ledger.take_groups(trainer, 0)) == take(ledger, trainer, 0)
-    repeated(lambda: ledger.record_step(trainer, 0, "{}"))
-    for number in (1, 2):
-        ledger.record_version(trainer, number, "path")
-    assert repeated(lambda: ledger.retire_versions(trainer, 1, [(0, 1)])) == {(0, 1)}
-    progress = ledger.progress(RUN)
-    assert progress.groups == {"leased": 0, "scored": 0, "consumed": B, "dropped": 1}
-    assert (progress.dropped, progress.response_tokens, progress.step) == ({"too_few_scored": 1}, 9 * B, 1)
-    assert ledger.evaluations(RUN)["before"].result == {}
-    ledger.close()
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_test_server_does_not_outlive_who_wanted_it(number: signal.Signals) -> None:
+    command = [sys.executable, "-c", WANTS_A_SERVER]
+    with subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        directory = Path(process.stdout.readline().strip())
+        pid = int((directory / "data/postmaster.pid").read_text().split()[0])
+        server = os.pidfd_open(pid)
+        process.send_signal(number)
+    assert wait_readable([server], [], [], 30)[0], "the server runs on"
+    os.close(server)
+    give_up = time.monotonic() + 30
+    while directory.exists():
+        assert time.monotonic() < give_up, "its directory stays"
+        time.sleep(0.02)
