@@ -16,7 +16,6 @@ from tasks.machine.discovery import discover_machine
 from tasks.models.prepare import find_model
 from tasks.planning import plan_run
 from tasks.readiness import make_ready, profile_machine
-from tasks.training.checkpoints import WrittenBy
 
 
 @task
@@ -53,13 +52,8 @@ def measure_here(
 
 
 @task
-def choose_plan(
-    experiment: Experiment,
-    machine: Machine,
-    profiles: Mapping[str, DeviceProfile],
-    checkpoint: WrittenBy | None = None,
-) -> ClusterPlan:
+def choose_plan(experiment: Experiment, machine: Machine, profiles: Mapping[str, DeviceProfile]) -> ClusterPlan:
     """The run's plan; see `tasks.planning.plan_run`."""
-    plan = plan_run(experiment, machine, profiles, find_model(experiment.model, load_settings()), checkpoint)
+    plan = plan_run(experiment, machine, profiles, find_model(experiment.model, load_settings()))
     print(plan.explanation)
     return plan

@@ -113,7 +113,7 @@ def carry_out(run: RunContext, work: Work) -> None:
 
     profiles = ready_and_measured(run.experiment, run.machine, run.run_id, tell)
     work.say("planning, and starting the trainer and the replicas")
-    plan = choose_plan(run.experiment, run.machine, profiles, run.written_by)
+    plan = choose_plan(run.experiment, run.machine, profiles)
     require_startable(plan)
     epoch = record_plan(run, plan, work.tracker)
     require_free(plan, run.settings)

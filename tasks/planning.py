@@ -24,7 +24,6 @@ from planners.workload.model import ELEMENT_BYTES, read_model
 from tasks.config.experiment import Experiment
 from tasks.config.trees import read_cluster
 from tasks.models.prepare import read_sizes
-from tasks.training.checkpoints import WrittenBy
 from tasks.wishes import (
     check_type,
     demand_for,
@@ -58,11 +57,7 @@ def in_keys() -> Iterator[None]:
 
 
 def plan_run(
-    experiment: Experiment,
-    machine: Machine,
-    profiles: Mapping[str, DeviceProfile],
-    model_path: Path,
-    checkpoint: WrittenBy | None = None,
+    experiment: Experiment, machine: Machine, profiles: Mapping[str, DeviceProfile], model_path: Path
 ) -> ClusterPlan:
     """The plan of a run: here it starts, and nobody else makes one.
 
@@ -75,7 +70,6 @@ def plan_run(
         machine: the devices; their order does not matter.
         profiles: one per device type that may be used, by name.
         model_path: the prepared model.
-        checkpoint: what the run goes on from.
 
     Raises:
         UserError: too few devices, a device type without a profile, a wish that leaves no plan, or a model that does
@@ -95,7 +89,7 @@ def plan_run(
         model,
         demand_for(experiment, tokens, max(seen, default=None)),
         profiles=profiles,
-        training_wish=wish_for(experiment, checkpoint),
+        training_wish=wish_for(experiment),
     )
     with in_keys():
         return plan_machine(problem)

@@ -10,7 +10,6 @@ from planners.search.columns import TrainingWish
 from planners.workload.demand import Demand, demand_of
 from planners.workload.model import Model
 from tasks.config.experiment import Experiment
-from tasks.training.checkpoints import WrittenBy
 
 
 def usable_devices(experiment: Experiment, machine: Machine) -> Machine:
@@ -24,11 +23,10 @@ def usable_devices(experiment: Experiment, machine: Machine) -> Machine:
     return chosen
 
 
-def wish_for(experiment: Experiment, checkpoint: WrittenBy | None = None) -> TrainingWish:
-    """What the experiment, and the checkpoint that is gone on from, leave no choice about."""
+def wish_for(experiment: Experiment) -> TrainingWish:
+    """What the experiment leaves no choice about."""
     planner = experiment.planner
-    ranks, zero = (checkpoint.ranks, checkpoint.zero_stage) if checkpoint else (None, planner.zero_stage)
-    return TrainingWish(planner.train_type, planner.train_devices, zero, ranks)
+    return TrainingWish(planner.train_type, planner.train_devices, planner.zero_stage)
 
 
 def demand_for(experiment: Experiment, micro_batch_tokens: int, answer_tokens: float | None = None) -> Demand:

@@ -195,7 +195,7 @@ def prepare(experiment: ExperimentFile, overrides: Overrides = None) -> None:
 
 @app.command()
 def resume(run: Annotated[str, typer.Argument(metavar="RUN", help="Run id, as `hexflow runs` shows it.")]) -> None:
-    """Continue a run from its last checkpoint.
+    """Continue a run from its newest whole checkpoint.
 
     It goes on under the experiment that it was started with.
 
@@ -209,9 +209,11 @@ def resume(run: Annotated[str, typer.Argument(metavar="RUN", help="Run id, as `h
     from tasks.exchange.ledger import Ledger
     from tasks.machine.discovery import discover_machine
     from tasks.readiness import require_free_devices, require_places
+    from tasks.training.checkpoints import resume_point
 
     settings = _settings()
-    path = RunDirectory(settings.shared.runs / run).experiment
+    directory = RunDirectory(settings.shared.runs / run)
+    path = directory.experiment
     if not path.exists():
         raise UserError(f"There is no run {run} in {settings.shared.runs}: `hexflow runs` lists them.")
     require_places(settings)
@@ -226,6 +228,9 @@ def resume(run: Annotated[str, typer.Argument(metavar="RUN", help="Run id, as `h
             require_unsupervised(run, ledger)
         tell("looking whether the devices are free")
         require_free_devices(resolved, machine, run)
+        if row is not None:
+            tell("comparing the newest checkpoint with its checksums")
+            resume_point(directory, ledger, run, resolved.run, lambda damage: None)  # told when it is taken
     if row is None:
         raise UserError(
             f"The ledger does not know run {run} of {settings.shared.runs}: set HEXFLOW_HOME and HEXFLOW_LEDGER_URL as "

@@ -21,7 +21,7 @@ from tasks.machine.private import make_private
 from tasks.machine.processes import end_sessions, is_alive, is_gone
 from tasks.readiness import require_free_devices
 from tasks.rewards.python import keep_functions
-from tasks.training.checkpoints import WrittenBy, latest_checkpoint, latest_written_by
+from tasks.training.checkpoints import resume_point
 
 SUPERVISOR_SILENCE_S = 20.0
 """Silence after which a run's supervisor counts as gone; it beats every 2 s."""
@@ -36,8 +36,7 @@ class RunContext:
     """One run, as the flow that owns it sees it.
 
     `supervisor` is the flow's own place in the ledger, for its `process`; `resume_step` is None for a new run, else the
-    step its trainer continues from, whose checkpoint a trainer like `written_by` has to continue; `machine` is where
-    the flow runs.
+    step its trainer continues from; `machine` is where the flow runs.
     """
 
     run_id: str
@@ -50,7 +49,6 @@ class RunContext:
     resume_step: int | None
     mlflow_run_id: str | None
     machine: Machine
-    written_by: WrittenBy | None = None
 
 
 def open_run(experiment: Experiment, resume: str | None, flow_run_id: str | None) -> RunContext:
@@ -61,7 +59,7 @@ def open_run(experiment: Experiment, resume: str | None, flow_run_id: str | None
 
     Raises:
         UserError: `resume` names no run, or one that is complete or has a supervisor, or others hold devices that it
-            may use. Nothing has changed then.
+            may use; nothing has changed then. Or its checkpoints are gone; then it has failed.
     """
     settings = load_settings()
     make_private(settings.local.home, "HEXFLOW_HOME")
@@ -127,14 +125,16 @@ def _take_over(
     supervisor = ledger.take_over(run.run_id, process, flow_run_id, seen)
     _end_former(supervisor, ledger)
     # Looked for only now: a former trainer may have written one, and deleted others, until it was fenced.
-    step = latest_checkpoint(directory, ledger, run.run_id) or 0
-    written_by = latest_written_by(directory, ledger, run.run_id)
+    try:
+        step = resume_point(directory, ledger, run.run_id, experiment.run)
+    except UserError as error:
+        ledger.close_run(supervisor, "failed")
+        ledger.finish(supervisor, "failed", str(error))
+        raise
     ledger.resume_from(supervisor, step, "taken over")
     ledger.request_evaluation(supervisor, "before", 0)
     mlflow = run.mlflow_run_id
-    return RunContext(
-        run.run_id, experiment, directory, ledger, settings, supervisor, process, step, mlflow, machine, written_by
-    )
+    return RunContext(run.run_id, experiment, directory, ledger, settings, supervisor, process, step, mlflow, machine)
 
 
 def _end_former(supervisor: Actor, ledger: Ledger) -> None:

@@ -20,7 +20,7 @@ from tasks.exchange.ledger.fence import ACTIVE
 from tasks.lifecycle.silence import Silence
 from tasks.lifecycle.stall import Stall
 from tasks.machine.processes import end_sessions, is_alive
-from tasks.training.checkpoints import latest_checkpoint
+from tasks.training.checkpoints import resume_point
 
 HURRY_S = 12.0
 """Longest time for actors to end when it presses: Prefect kills a cancelled flow 30 s after telling it."""
@@ -272,7 +272,7 @@ class Supervisor:
         self._replaced.append(child)
         resume_step = None
         if actor.role == "trainer":
-            resume_step = latest_checkpoint(self._run.directory, ledger, self._run.run_id) or 0
+            resume_step = resume_point(self._run.directory, ledger, self._run.run_id, self._settings)
             ledger.resume_from(self._run.supervisor, resume_step, f"after trainer {actor.attempt}")
         self._start(actor.role, actor.slot, child.shares, resume_step)
 

@@ -111,21 +111,17 @@ class RolloutColumn:
 
 @dataclass(frozen=True)
 class TrainingWish:
-    """What leaves no choice: a person's word on who trains, on how many devices, in which ZeRO stage; and the ranks
-    that wrote the checkpoint to go on from, of which cores are one, however many."""
+    """What leaves no choice: a person's word on who trains, on how many devices, in which ZeRO stage."""
 
     device_type: str | None = None
     devices: int | None = None
     zero: int | None = None
-    ranks: int | None = None
 
     @property
     def words(self) -> str:
         """Who is asked to train, such as `$train_type h20 and $train_devices 4`, for `in_words`."""
         asked = [f"$train_type {self.device_type}"] if self.device_type is not None else []
         asked += [f"$train_devices {self.devices}"] if self.devices is not None else []
-        if self.ranks is not None:
-            asked.append(f"a checkpoint of {self.ranks} ranks in ZeRO stage {self.zero}")
         return " and ".join(asked)
 
 
@@ -181,11 +177,6 @@ class Problem:
             profiles=self.profiles,
             training_wish=self.training_wish,
         )
-
-    @property
-    def most_ranks(self) -> int:
-        """Ranks that may train: those that a minibatch has work for, or those that a checkpoint needs all the same."""
-        return max(self.training.most_ranks, self.training_wish.ranks or 0)
 
     def machine_counts_of(self, device_type: str) -> int:
         """Machines of a type."""
@@ -268,10 +259,9 @@ def training_columns(problem: Problem) -> list[TrainingColumn]:
 
 
 def is_wished(wish: TrainingWish, stages: tuple[Stage, ...]) -> bool:
-    """Whether these stages are of the type, the devices and the ranks that are asked for."""
+    """Whether these stages are of the type and the devices that are asked for."""
     of_type = wish.device_type is None or all(stage.device_type == wish.device_type for stage in stages)
-    ranks = sum(stage.data * stage.tensor for stage in stages)
-    return of_type and wish.devices in (None, sum(stage.devices for stage in stages)) and wish.ranks in (None, ranks)
+    return of_type and wish.devices in (None, sum(stage.devices for stage in stages))
 
 
 def _wished_stage_lists(problem: Problem) -> list[tuple[tuple[Stage, ...], tuple[int, ...]]]:
@@ -283,7 +273,7 @@ def _no_such_trainer(problem: Problem) -> str:
     wish, most = problem.training_wish, problem.training.most_ranks
     kinds = [kind for kind in problem.topology.types if wish.device_type in (None, kind)]
     largest = max((node.devices for node in problem.topology.nodes if node.type_name in kinds), default=0)
-    if max(wish.devices or 0, wish.ranks or 0) > largest:
+    if (wish.devices or 0) > largest:
         return (
             f"Nothing can train as {wish.words} asks: training takes devices of one type of one machine, and on "
             f"{problem.topology.name} that are at most {largest} ({', '.join(kinds)})."
@@ -315,13 +305,13 @@ def _stage_lists(problem: Problem) -> list[tuple[tuple[Stage, ...], tuple[int, .
             continue
         for tensor in (k for k in tensors if k <= size):
             for devices in range(tensor, size + 1, tensor):
-                if devices // tensor <= problem.most_ranks:
+                if devices // tensor <= problem.training.most_ranks:
                     lists.append(((Stage(kind, devices // tensor, tensor, 1),), (size,)))
             if not problem.what_if or size % tensor:
                 continue
             for machines in range(1, count + 1):
                 stage = Stage(kind, machines * size // tensor, tensor, machines)
-                if stage.data <= problem.most_ranks:
+                if stage.data <= problem.training.most_ranks:
                     whole.append((stage, size))
                     if machines > 1:
                         lists.append(((stage,), (size,)))
@@ -390,7 +380,7 @@ def _cannot_train(problem: Problem) -> str:
     lacks = [max(m.total - m.available for m in problem.training.memory(layout)) for layout in layouts]
     closest = layouts[lacks.index(min(lacks))]
     devices = " + ".join(f"{stage.devices} × {stage.device_type}" for stage in closest.stages)
-    higher = "with $zero_stage 3 " if zero < 3 and wish.ranks is None else ""
+    higher = "with $zero_stage 3 " if zero < 3 else ""
     sharded = [replace(layout, zero=3) for layout in layouts]
     if tokens := _fitting_micro_batch(problem, layouts):
         remedy = f"with $micro_batch_tokens={tokens} it fits"

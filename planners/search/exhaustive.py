@@ -153,7 +153,7 @@ def trainers(problem: Problem) -> Iterator[Trainer]:
 
 
 def _all_trainers(problem: Problem, zeros: Sequence[int]) -> Iterator[Trainer]:
-    training, topology, what_if, most = problem.training, problem.topology, problem.what_if, problem.most_ranks
+    training, topology, what_if, most = problem.training, problem.topology, problem.what_if, problem.training.most_ranks
     degrees = [k for k in (1, 2, 4, 8) if problem.model.heads % k == 0] if what_if else [1]
     for node in topology.nodes:
         if node.device.kind == "cpu":
@@ -172,7 +172,7 @@ def _all_trainers(problem: Problem, zeros: Sequence[int]) -> Iterator[Trainer]:
 
 def _whole(problem: Problem, nodes: tuple[Node, ...], degrees: list[int], zeros: Sequence[int]) -> Iterator[Trainer]:
     """Layouts that take these machines entirely: data parallel, a pipeline of equals, or two types in turn."""
-    training, topology, most = problem.training, problem.topology, problem.most_ranks
+    training, topology, most = problem.training, problem.topology, problem.training.most_ranks
     kinds = [(n.type_name, n.devices) for n in nodes]
     if len(set(kinds)) == 1:
         kind, size = kinds[0]

@@ -48,7 +48,7 @@ def write_atomic(path: Path, data: bytes, mode: int = 0o666) -> None:
             temporary.rename(path)
         finally:
             temporary.unlink(missing_ok=True)
-        _sync(path.parent)
+        sync(path.parent)
 
 
 def require_writable(path: Path) -> None:
@@ -93,7 +93,7 @@ def publish_directory(final: Path, fill: Callable[[Path], None]) -> None:
             temporary.rename(final)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
-        _sync(final.parent)
+        sync(final.parent)
 
 
 def remove_directory(path: Path) -> None:
@@ -163,11 +163,12 @@ def is_temporary(path: Path) -> bool:
 def _sync_tree(root: Path) -> None:
     for directory, _, names in os.walk(root):
         for name in names:
-            _sync(Path(directory, name))
-        _sync(Path(directory))
+            sync(Path(directory, name))
+        sync(Path(directory))
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Bring a file or the names in a directory to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

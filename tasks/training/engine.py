@@ -4,12 +4,9 @@ The gradient equals that of the token-mean loss over the whole minibatch, howeve
 dealt to ranks.
 """
 
-import errno
 import json
 import math
-import os
-import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +16,6 @@ import torch
 from torch import Tensor
 
 from planners.costs.memory import recomputes
-from planners.errors import UserError
 from tasks.config.experiment import Experiment
 from tasks.config.training import OptimizerSection
 from tasks.models.dtypes import torch_dtype
@@ -28,9 +24,7 @@ from tasks.training.packing import MicroBatch, TrainingGroup, hand_of
 from tasks.training.policy import Policy, load_policy
 from tasks.training.randomness import random_state, set_random_state
 from tasks.training.ranks import Ranks
-
-_TAG = "state"  # DeepSpeed's subdirectory of a checkpoint
-_FULL_BYTES = 1 << 20  # a disk with no more than this free is full
+from tasks.training.state import HeldState, StatePart, random_path
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +84,7 @@ class Engine:
         if ranks.size == 1 and zero_stage == 0:
             # With nobody to average with, copying all gradients into buckets and back would be for nothing.
             self.deepspeed.enable_backward_allreduce = False
+        self._held = HeldState(policy.model, self.optimizer, adamw, ranks)
 
     def _config(self, dtype: torch.dtype) -> dict[str, Any]:
         return {
@@ -148,34 +143,26 @@ class Engine:
                     weights[name] = parameter.detach().to("cpu", dtype, copy=True).contiguous()
         return weights
 
-    def save(self, directory: Path, random_state_path: Path) -> None:
-        """Write model, optimiser and this rank's random generators; every rank must call it.
+    def state(self) -> StatePart:
+        """This rank's part of a checkpoint of now: weights, optimiser and random generators."""
+        return self._held.take(random_state())
+
+    def restore(self, directory: Path, description: Mapping[str, Any]) -> None:
+        """Continue from what the ranks of some engine wrote of their states; every rank must call it.
+
+        A rank that has no random generators among them keeps its own.
+
+        Args:
+            directory: of the files.
+            description: with AdamW's scalars and the shapes, as in `StatePart`.
 
         Raises:
-            OSError: the disk refused, for example because it is full.
+            UserError: it is of another model.
         """
-        try:
-            self.deepspeed.save_checkpoint(str(directory), tag=_TAG, save_latest=False)
-        except RuntimeError as error:
-            # torch.save reports a full disk as a broken file, and leaves that file, so the disk is still full.
-            if shutil.disk_usage(directory).free > _FULL_BYTES:
-                raise
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(directory)) from error
-        random_state_path.write_text(json.dumps(random_state()))
-
-    def load(self, directory: Path, random_state_path: Path) -> None:
-        """Continue from what `save` wrote; every rank must call it.
-
-        Raises:
-            UserError: DeepSpeed found no state to continue from.
-        """
-        loaded, _ = self.deepspeed.load_checkpoint(str(directory), tag=_TAG)
-        if loaded is None:
-            raise UserError(
-                f"The checkpoint {directory} has no state to continue from: delete it and resume the run, which then "
-                "goes back to the checkpoint before it."
-            )
-        set_random_state(json.loads(random_state_path.read_text()))
+        self._held.put(directory, description["optimizer"], description["parameters"])
+        random = random_path(directory, self._ranks.rank)
+        if random.exists():
+            set_random_state(json.loads(random.read_text()))
 
     def _hand(self, groups: Sequence[TrainingGroup]) -> list[MicroBatch]:
         """This rank's micro-batches on its device, with reference log-probabilities where the algorithm asks."""

@@ -36,8 +36,17 @@ def write_weights(directory: Path, model_path: Path, weights: dict[str, Tensor])
     for pattern in _COPIED:
         for file in sorted(file for file in model_path.glob(pattern) if file.is_file()):
             shutil.copyfile(file, directory / file.name)
+    save_tensors(directory / "model.safetensors", weights, {"format": "pt"})
+
+
+def save_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
+    """Write contiguous tensors as a safetensors file.
+
+    Raises:
+        OSError: the disk refused, for example because it is full.
+    """
     try:
-        save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+        save_file(tensors, path, metadata)
     except SafetensorError as error:
         # safetensors removes what it has written and tells the cause in its text only.
         code = _OS_ERROR.search(str(error))

@@ -58,7 +58,7 @@ def plan_here(
     machine: Machine, profiles: Mapping[str, DeviceProfile], workload: Workload, model: Model = TINY, **wishes: Any
 ) -> ClusterPlan:
     """The plan of a machine; `wishes` are those of the trainer, and what `demand_of` takes besides the workload."""
-    names = {"train_type": "device_type", "train_devices": "devices", "zero_stage": "zero", "train_ranks": "ranks"}
+    names = {"train_type": "device_type", "train_devices": "devices", "zero_stage": "zero"}
     wish = TrainingWish(**{names[key]: wishes.pop(key) for key in names if key in wishes})
     seen = [tokens for profile in profiles.values() if (tokens := profile.answer_tokens) is not None]
     demand = demand_of(workload, answer_tokens=max(seen, default=None), **wishes)

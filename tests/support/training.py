@@ -57,13 +57,14 @@ def make_engine(
     zero_stage: int = 0,
     micro_batch_tokens: int = 1024,
     dtype: torch.dtype = torch.float32,
+    ranks: Ranks | None = None,
 ) -> Engine:
     return Engine(
-        policy or Policy(tiny_model(seed=seed), 1.0),
+        policy or Policy(tiny_model(seed=seed).to(dtype), 1.0),
         algorithm or DecoupledPpo(),
         optimizer or OptimizerSection(),
         steps,
-        one_rank(),
+        ranks or one_rank(),
         dtype,
         zero_stage=zero_stage,
         micro_batch_tokens=micro_batch_tokens,

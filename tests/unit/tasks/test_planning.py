@@ -14,7 +14,6 @@ from tasks.config.files import load_experiment
 from tasks.config.trees import read_cluster
 from tasks.planning import NAMES, ClusterStudy, ClusterWish, plan_run
 from tasks.planning import study_cluster as study
-from tasks.training.checkpoints import WrittenBy
 from tasks.wishes import demand_for
 from tests.support.places import DEPLOYMENTS
 from tests.support.plan import profile_of
@@ -118,20 +117,6 @@ def test_a_run_is_planned_under_its_wishes_on_the_devices_that_it_may_use() -> N
     assert (plan.trainer.ranks, plan.trainer.zero_stage, plan.trainer.micro_batch_tokens) == (2, 2, 16384)
     with pytest.raises(UserError, match="'b' has no profile for this model: run `hexflow prepare"):
         plan_run(experiment, GPUS, {"a": RATES["a"]}, Path(experiment.model.source))
-
-
-def test_a_resumed_run_keeps_the_ranks_and_the_zero_stage_of_its_checkpoint() -> None:
-    """Also where the experiment wishes for another stage by now; what the devices cannot give is said."""
-    experiment = shipped("1.5b", "planner.zero_stage=2")
-    source = Path(experiment.model.source)
-    plan = plan_run(experiment, GPUS, RATES, source, WrittenBy(ranks=3, zero_stage=1))
-    assert (plan.trainer.ranks, plan.trainer.zero_stage) == (3, 1)
-    with pytest.raises(UserError, match=r"as a checkpoint of 5 ranks in ZeRO stage 1 asks: .* at most 4"):
-        plan_run(experiment, GPUS, RATES, source, WrittenBy(ranks=5, zero_stage=1))
-    devices = tuple(device.model_copy(update={"memory_bytes": 2**34}) for device in GPUS.devices)
-    small = GPUS.model_copy(update={"devices": devices})
-    with pytest.raises(UserError, match=r"\(ZeRO 0\) as a checkpoint of 1 ranks in ZeRO stage 0 asks .*smallest that"):
-        plan_run(experiment, small, RATES, source, WrittenBy(ranks=1, zero_stage=0))
 
 
 def test_what_nobody_wishes_for_the_planner_chooses() -> None:

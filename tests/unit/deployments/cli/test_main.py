@@ -36,7 +36,8 @@ from tasks.exchange.wire import WIRE_VERSION
 from tasks.machine.devices import hold_devices
 from tasks.machine.discovery import discover_machine
 from tests.support.api import FULL, FakeApi, a_state
-from tests.support.ledger import begin
+from tests.support.checkpoints import make_checkpoint_of_before
+from tests.support.ledger import begin, join, lease, score, take
 from tests.support.places import DEPLOYMENTS, REPOSITORY
 from tests.support.plan import gpu_plan
 
@@ -225,6 +226,24 @@ def test_busy_devices_are_told_before_anything_starts(
         pytest.raises(UserError, match=rf"Core {core} is held by tiny-1 \(train 0\)"),
     ):
         cli.train(TINY) if command == "train" else cli.resume("tiny-2")
+
+
+def test_a_run_without_a_whole_checkpoint_is_told_before_anything_starts(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(running, "bring_up", started)
+    run, ledger = RunDirectory(settings.shared.runs / "tiny-3"), Ledger(settings.shared.ledger_url)
+    run.create()
+    run.experiment.write_text(load_experiment(TINY).model_dump_json())
+    supervisor = begin(ledger, "tiny-3", (1, 2, 12))
+    trainer, replica = (join(ledger, role, run_id="tiny-3") for role in ("trainer", "replica"))
+    score(ledger, replica, lease(ledger, replica))
+    take(ledger, trainer, 0)
+    ledger.record_step(trainer, 0, "{}")
+    ledger.finish(supervisor, "failed")
+    make_checkpoint_of_before(run, 0, 1)
+    with pytest.raises(UserError, match=r"Run tiny-3 cannot be continued, for none of .* in DeepSpeed's pickles"):
+        cli.resume("tiny-3")
 
 
 def test_an_older_ledger_is_told_before_anything_starts(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,19 +11,18 @@ import pytest
 from sqlalchemy import update
 
 from flows.running import context
-from flows.running.context import SUPERVISOR_SILENCE_S, open_run, require_unsupervised
+from flows.running.context import SUPERVISOR_SILENCE_S, RunContext, open_run, require_unsupervised
 from planners.errors import UserError
 from tasks import readiness
 from tasks.config.experiment import Experiment
 from tasks.config.files import parse_experiment
 from tasks.config.settings import Settings
-from tasks.exchange.files import write_json
 from tasks.exchange.ledger import Fenced, Ledger, Process
 from tasks.exchange.ledger.schema import actors
 from tasks.machine.devices import hold_devices
 from tasks.machine.discovery import discover_machine
 from tasks.machine.processes import ProcessGroup, group_alive, process_key
-from tasks.training.checkpoints import WrittenBy
+from tests.support.checkpoints import damage, make_checkpoint
 from tests.support.ledger import a_process, assign, join, lease, score, take
 
 
@@ -159,25 +158,46 @@ def test_a_refused_resume_leaves_everything_as_it_is(
         open_run(experiment, run.run_id, "flow-2")
 
 
-def test_a_resume_asks_for_the_ranks_and_the_stage_that_wrote_its_checkpoint(
-    settings: Settings, experiment: Experiment
-) -> None:
-    """Of the newest checkpoint that counts: the ledger knows nothing of the second."""
+def with_two_checkpoints(settings: Settings, experiment: Experiment) -> RunContext:
+    """A failed run of two finished steps with a checkpoint of each."""
+    experiment = experiment.model_copy(update={"run": experiment.run.model_copy(update={"checkpoint_every": 1})})
     run = open_run(experiment, None, "flow-1")
-    assert run.written_by is None
     trainer = join(run.ledger, "trainer", 0, run.run_id)
     replica = join(run.ledger, "replica", 0, run.run_id)
-    for _ in range(2):
-        score(run.ledger, replica, lease(run.ledger, replica))
-    take(run.ledger, trainer, 0)
-    run.ledger.record_step(trainer, 0, "{}")
-    for step, ranks in ((1, 3), (2, 5)):
-        path = run.directory.checkpoint_path(0, step)
-        path.mkdir()
-        write_json(path / "checkpoint.json", {"step": step, "lineage": 0, "ranks": ranks, "zero_stage": 2})
+    for step in (0, 1):
+        for _ in range(2):
+            score(run.ledger, replica, lease(run.ledger, replica))
+        take(run.ledger, trainer, step)
+        run.ledger.record_step(trainer, step, "{}")
+        make_checkpoint(run.directory, 0, step + 1)
     run.ledger.finish(run.supervisor, "failed")
-    resumed = open_run(experiment, run.run_id, "flow-2")
-    assert (resumed.resume_step, resumed.written_by) == (1, WrittenBy(ranks=3, zero_stage=2))
+    return run
+
+
+def test_a_resume_takes_the_newest_whole_checkpoint_and_names_the_damaged_one(
+    settings: Settings, experiment: Experiment, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = with_two_checkpoints(settings, experiment)
+    part = damage(run.directory.checkpoint_path(0, 2))
+    assert open_run(experiment, run.run_id, "flow-2").resume_step == 1
+    assert f"The checkpoint of step 2 cannot be continued: {part} differs in size" in capsys.readouterr().out
+    assert [row.step for row in run.ledger.steps(run.run_id)] == [0]
+
+
+def test_a_resume_without_a_whole_checkpoint_says_so_and_takes_nothing_back(
+    settings: Settings, experiment: Experiment
+) -> None:
+    run = with_two_checkpoints(settings, experiment)
+    for step in (1, 2):
+        damage(run.directory.checkpoint_path(0, step))
+    with pytest.raises(UserError, match="none of its checkpoints is whole"):
+        open_run(experiment, run.run_id, "flow-2")
+    row = run.ledger.find_run(run_id=run.run_id)
+    assert row is not None
+    supervisor = next(actor for actor in run.ledger.actors(run.run_id) if actor.role == "supervisor")
+    assert (row.state, row.lineage) == ("failed", 0)
+    assert (supervisor.state, supervisor.attempt) == ("failed", 2)
+    assert [row.step for row in run.ledger.steps(run.run_id)] == [0, 1]
 
 
 def test_the_same_flow_run_takes_its_run_up_again(settings: Settings, experiment: Experiment) -> None:

@@ -35,6 +35,7 @@ from tasks.exchange.layout import RunDirectory
 from tasks.exchange.ledger import Actor, ActorRow, Fenced, Ledger, Process, Progress
 from tasks.lifecycle.stall import Stall
 from tasks.machine.processes import ProcessGroup, group_alive, process_key
+from tests.support.checkpoints import damage, make_checkpoint
 from tests.support.ledger import a_process, assign, begin, go_back
 from tests.support.places import settings_of
 from tests.support.plan import run_plan
@@ -186,6 +187,26 @@ def test_a_dead_trainer_goes_on_from_its_checkpoint_in_a_new_lineage(tmp_path: P
     assert before is not None
     assert after is not None
     assert after.lineage == before.lineage + 1
+
+
+def test_a_dead_trainer_passes_over_a_damaged_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Where no other is whole the run ends and says so, and nothing of it is taken back."""
+    run, launcher = make(tmp_path, steps=2, checkpoint_every=1)
+    looks = 0
+
+    def on_progress(progress: object) -> None:
+        nonlocal looks
+        looks += 1
+        if looks == 2:
+            finish_run(launcher)
+            damage(make_checkpoint(run.directory, 0, 1))
+            launcher.ledger.finish(launcher.actors["train-1"], "failed", "killed")
+
+    with pytest.raises(UserError, match=r"none of its checkpoints is whole .*part-00000\.safetensors differs"):
+        Supervisor(run, 0, PLAN, launcher, on_progress).run()
+    assert "The checkpoint of step 1 cannot be continued" in capsys.readouterr().out
+    assert [role for role, _ in launcher.started] == ["train", "rollout"]
+    assert [row.step for row in run.ledger.steps(RUN)] == [0]
 
 
 def test_a_replica_that_left_before_the_end_is_started_again(tmp_path: Path) -> None:

@@ -420,19 +420,6 @@ def test_a_concurrency_that_is_set_is_planned_with() -> None:
         assert plan.rollout_s == pytest.approx(512 / (2 * planned * 10 / 8))
 
 
-def test_a_checkpoint_is_continued_by_as_many_ranks_as_wrote_it() -> None:
-    """Even where one of them has no work. Cores form one rank, however many they are."""
-    gpus = {"gpu": profile_of("gpu", {64: 1e6}, 100.0)}
-    for workload, ranks in ((Workload(), 2), (Workload(prompts_per_step=1, group_size=2), 3)):
-        plan = plan_here(machine_of({("gpu", "cuda"): 4}), gpus, workload, train_ranks=ranks)
-        assert plan.trainer.ranks == ranks
-        even_s = workload.prompts_per_step * workload.group_size * workload.max_new_tokens / 100
-        assert plan.train_s == pytest.approx(even_s * busiest_share(workload, cut(), ranks))
-    with pytest.raises(UserError, match=r"a checkpoint of 5 ranks in ZeRO stage 1 asks: .* on host .* at most 4"):
-        plan_here(machine_of({("gpu", "cuda"): 4}), gpus, Workload(), train_ranks=5, zero_stage=1, **cut())
-    assert laptop(cores=4, train_ranks=1).trainer.machines[0].devices == (1, 3)
-
-
 def test_generation_rate_interpolates() -> None:
     profile = profile_of("a", {2: 10.0, 4: 30.0}, 1.0)
     assert [profile.generation_rate(c) for c in (0, 1, 2, 3, 4, 9)] == [0.0, 5.0, 10.0, 20.0, 30.0, 30.0]

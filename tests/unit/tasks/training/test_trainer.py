@@ -17,11 +17,12 @@ from tasks.exchange.ledger import Fenced, Ledger
 from tasks.exchange.trajectories import save_group
 from tasks.lifecycle.scope import ActorScope
 from tasks.tracking.tracker import Tracker
-from tasks.training.checkpoints import found_checkpoints, latest_checkpoint
+from tasks.training.checkpoints import found_checkpoints, resume_point
 from tasks.training.engine import Engine, StepResult
 from tasks.training.leader import Leader, batch_metrics
 from tasks.training.packing import TrainingGroup
 from tasks.training.trainer import Trainer
+from tests.support.checkpoints import make_checkpoint
 from tests.support.ledger import a_process, go_back, join
 from tests.support.trainer import RUN, make_run
 from tests.support.training import one_rank, random_groups, save_tiny_model
@@ -102,8 +103,8 @@ def test_what_a_trainer_names_after_it_was_replaced_is_nobodys_checkpoint(settin
     zombie = make_leader(run, experiment, ledger, tmp_path)
     go_back(ledger, 0, RUN)
     successor = make_leader(run, experiment, ledger, tmp_path)
-    run.checkpoint_path(0, 2).mkdir()
-    assert latest_checkpoint(run, ledger, RUN) is None
+    make_checkpoint(run, 0, 2)
+    assert resume_point(run, ledger, RUN, experiment.run) == 0
     with pytest.raises(UserError, match=r"no checkpoint of step 2, it has \[\]: .* `hexflow resume"):
         successor.checkpoint_lineage(2)
     with pytest.raises(Fenced):
