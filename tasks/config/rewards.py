@@ -42,6 +42,11 @@ class RewardSection(Section):
         """The name, or what stands for it."""
         return self.name or self.kind
 
+    @property
+    def compares(self) -> bool:
+        """Whether it compares with the reference answer, which it then has to find right itself."""
+        return False
+
     def can_score(self, source_kind: str) -> bool:
         """Whether it can score questions of sources of a kind at all."""
         return True
@@ -79,6 +84,11 @@ class MathVerifyReward(RewardSection):
     """1 or 0."""
 
     kind: Literal["math_verify"] = Field(default="math_verify", description="Mathematical equality with the answer.")
+
+    @property
+    def compares(self) -> bool:
+        """It does."""
+        return True
 
     def open(self, sources: Sequence[DataSource]) -> "Score":
         """See `RewardSection.open`."""

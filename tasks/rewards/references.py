@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from planners.errors import UserError
 from tasks.config.data import DataSource
-from tasks.config.rewards import MathVerifyReward, Reward
+from tasks.config.rewards import Reward
 from tasks.data.item import Item
 from tasks.data.sources.rows import LINE
 from tasks.rewards.pool import ScoringPool, Verdict
@@ -71,6 +71,6 @@ async def _score(
 def _fault(rewards: Sequence[Reward], verdict: Verdict) -> str:
     """What is wrong with an answer that was scored so; empty if nothing is."""
     for reward, part in zip(rewards, verdict.parts, strict=True):
-        if isinstance(reward, MathVerifyReward) and part < 1.0:
+        if reward.compares and part < 1.0:
             return f"{reward.label} does not find the reference itself right."
     return verdict.reason
