@@ -21,6 +21,10 @@ NAME_PATTERN = r"^[a-z0-9][a-z0-9-]{0,99}$"
 _SHOWN_CHARACTERS = 60
 _SHOWN_FAULTS = 4
 _TRUTH = "truth"
+_DEEPEST = 500
+"""Brackets within brackets in a file; the time that YAML takes grows with their square."""
+_PAIR = re.compile(r"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}")
+_HALF = re.compile(r"\\u[dD][89a-fA-F][0-9a-fA-F]{2}")
 _Model = TypeVar("_Model", bound=BaseModel)
 
 
@@ -54,11 +58,16 @@ def parse_yaml(text: str) -> Any:
     """The value of a YAML text.
 
     Raises:
-        ValueError: it is no YAML, or a key occurs twice in one section, so that one of its values would be lost without
-            a word; the message says where, without a full stop.
+        ValueError: it is no YAML, is nested deeply, has half of a character, or a key occurs twice in one section, so
+            that one of its values would be lost without a word; the message says where, without a full stop.
     """
+    depth = 0
+    for bracket in re.findall(r"[\[\]{}]", text):
+        depth = depth + 1 if bracket in "[{" else max(0, depth - 1)
+        if depth > _DEEPEST:
+            raise ValueError("it is nested too deeply")
     try:
-        return YAML(typ="safe", pure=True).load(text)  # the one in C ends the process where nesting is deep
+        return _whole(YAML(typ="safe", pure=True).load(text))  # the one in C ends the process where nesting is deep
     except DuplicateKeyError as error:
         twice = re.search(r'duplicate key "(.*?)"', str(error.problem))
         mark = error.problem_mark
@@ -71,6 +80,23 @@ def parse_yaml(text: str) -> Any:
         raise ValueError(" ".join(str(error).split())) from None
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+    except UnicodeDecodeError:
+        lines = [number for number, line in enumerate(text.split("\n"), start=1) if _HALF.search(_PAIR.sub("", line))]
+        where = f"line {lines[0]}: " if lines else ""
+        raise ValueError(f"{where}half of a surrogate pair, which is no character") from None
+
+
+def _whole(value: Any) -> Any:
+    """The value with the characters whole that were written as surrogate pairs, as JSON writes them.
+
+    Raises:
+        UnicodeDecodeError: there is half of one.
+    """
+    if isinstance(value, str):
+        return value.encode("utf-16", "surrogatepass").decode("utf-16")
+    if isinstance(value, dict):
+        return {_whole(key): _whole(part) for key, part in value.items()}
+    return [_whole(part) for part in value] if isinstance(value, list) else value
 
 
 def parse_section(kind: type[_Model], tree: Any, origin: str) -> _Model:

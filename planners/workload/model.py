@@ -86,11 +86,13 @@ def read_model(path: Path, element_bytes: int = 2) -> Model:
     """
     file = path / "config.json" if path.is_dir() else path
     try:
-        config = json.loads(file.read_text())
+        config = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(f"There is no model configuration {file}: give a directory in Hugging Face layout.") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"The model configuration {file} cannot be read as JSON: {error}.") from None
+    if not isinstance(config, dict):
+        raise UserError(f"The model configuration {file} must hold a JSON object.")
     return model_from_config(config, file.resolve().parent.name, element_bytes)
 
 
@@ -125,3 +127,5 @@ def model_from_config(config: Mapping[str, Any], name: str, element_bytes: int =
         )
     except KeyError as error:
         raise UserError(f"The configuration of model {name} lacks {error}.") from None
+    except (TypeError, ValueError, ZeroDivisionError) as error:
+        raise UserError(f"The configuration of model {name} has a size that is none: {error}.") from None

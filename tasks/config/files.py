@@ -12,6 +12,8 @@ from tasks.config.experiment import Experiment
 from tasks.config.paths import absolute
 from tasks.config.trees import read_tree
 
+_SHOWN_CHARACTERS = 100
+
 
 def load_experiment(path: Path, overrides: list[str] | None = None) -> Experiment:
     """Read an experiment file and apply dotted overrides such as `optimizer.lr=1e-6` or `data.0.path=rows.jsonl`.
@@ -38,7 +40,7 @@ def read_resolved_experiment(path: Path) -> Experiment:
     """
     try:
         tree = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path}, the experiment of the run, cannot be read ({error}): start a new run.") from None
     return parse_experiment(tree, str(path))
 
@@ -59,8 +61,9 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
         raise UserError(f"The override '{override}' is not of the form {_form(key)}.")
     try:
         value = parse_yaml(text)
-    except ValueError:
-        raise UserError(f"The value of the override '{override}' is not valid YAML: quote it.") from None
+    except ValueError as error:
+        shown = override if len(override) <= _SHOWN_CHARACTERS else f"{override[: _SHOWN_CHARACTERS - 1]}…"
+        raise UserError(f"The value of the override '{shown}' is not valid YAML ({error}): quote it.") from None
     node: Any = tree
     for part, following in pairwise(parts):
         inner = _get(node, part, override)

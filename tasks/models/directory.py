@@ -107,7 +107,7 @@ def _read_json(path: Path, absent: dict[str, Any] | None = None) -> dict[str, An
     if absent is not None and not path.is_file():
         return absent
     try:
-        tree = json.loads(path.read_bytes())
+        tree = json.loads(path.read_text(encoding="utf-8"))  # a byte order mark is refused, as by who loads the model
     except (ValueError, RecursionError):
         raise UserError(f"{path} is not valid JSON: copy it again.") from None
     if not isinstance(tree, dict):

@@ -23,7 +23,7 @@ class Jsonl(Rows):
     def _read(self) -> list[Item]:
         path, text = read_text(self._section.path, self._example)
         # Not `splitlines`: a line separator of Unicode may stand inside a JSON text.
-        lines = text.split("\n")
+        lines = [line.removeprefix("\ufeff") for line in text.split("\n")]  # within where files were put together
         rows = [self._parse(path, number, line) for number, line in enumerate(lines, start=1) if line.strip()]
         if not rows:
             raise UserError(f"The data's path {path} has no questions: it needs lines such as {self._example}.")

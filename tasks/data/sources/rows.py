@@ -59,8 +59,11 @@ def read_text(path: str, example: str) -> tuple[Path, str]:
         raise UserError(
             f"There is no file {found}, which the data's path names: it needs lines such as {example}."
         ) from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"The data's path {found} cannot be read as UTF-8 text: {error}.") from None
+    except UnicodeDecodeError as error:
+        line = error.object[: error.start].count(b"\n") + 1
+        raise UserError(f"Line {line} of {found} is no text in UTF-8 ({error.reason}): save the file as such.") from None
+    except OSError as error:
+        raise UserError(f"The data's path {found} cannot be read: {error.strerror}.") from None
 
 
 @functools.lru_cache(maxsize=4)

@@ -80,6 +80,9 @@ def test_overrides_change_single_values() -> None:
         ("data=[]", r"data is a list, whose entries are changed one by one, as in data\.0\.kind=reasoning_gym"),
         ("run.steps.deep=1", "'steps', which holds a plain value"),
         ("run.name=[", "not valid YAML"),
+        ('prompt.prefill="\\ud800"', "half of a surrogate pair"),
+        ("prompt.prefill=\udcff", "not valid YAML"),
+        ("data=" + "[" * 100_000, "nested too deeply"),
         ("run.name=Laptop", "use up to 100 lower-case letters, digits and hyphens"),
         (f"run.name={'a' * 101}", "use up to 100 lower-case letters, digits and hyphens"),
         ("sampling.temperature=0.009", r"greater than or equal to 0\.01"),
@@ -94,7 +97,7 @@ def test_overrides_change_single_values() -> None:
             r"response_lengths.tokns' \(did you mean 'tokens'\?\)",
         ),
         ("workload.response_lengths={kind: samples, tokens: [true, 5]}", "should not be true or false"),
-        ("run.name=!!timestamp x", "is not valid YAML: quote it"),
+        ("run.name=!!timestamp x", r"is not valid YAML \(.*\): quote it"),
         ("workload.response_lengths={kind: samples, tokens: [0]}", "greater than or equal to 1"),
         (
             "workload.response_lengths={kind: samples, tokens: [17]}",
@@ -158,6 +161,13 @@ def test_files_that_are_no_experiments(tmp_path: Path) -> None:
         load_experiment(tmp_path / "empty.yaml", ["run.steps=1"])
 
 
+def test_marks_separators_and_surrogate_pairs_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "odd.yaml"
+    path.write_text('\ufeffprompt: {prefill: "\\ud83d\\ude00 one\u2028two"}\n', encoding="utf-8")
+    assert load_experiment(path).prompt.prefill == "\U0001f600 one\u2028two"
+    assert load_experiment(path, ['prompt.prefill="\\ud83d\\ude00"']).prompt.prefill == "\U0001f600"
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -166,7 +176,10 @@ def test_files_that_are_no_experiments(tmp_path: Path) -> None:
         ("run:\n", "'run' is empty: it must hold keys and values"),
         ("1: 2\n", "keys should be strings"),
         ("tracking: {tags: {day: 2026-13-45}}\n", "not valid YAML: month must be"),
-        ("[" * 3000, "nested too deeply"),
+        ("[" * 100_000 + "]" * 100_000, "nested too deeply"),
+        ("a: " + "- " * 100_000, "nested too deeply"),
+        ('run: {name: a}\nprompt: {template: "\\ud83d\\ude00\n  \\ude00"}', "line 3: half of a surrogate pair"),
+        ('prompt: {template: "\\ud800"}', "line 1: half of a surrogate pair"),
         ("a: 1\nb: 2\nc: 3\nd: 4\ne: 5\nf: 6\n", "unknown key 'd' [^;]*; and 2 more"),
         ("run: {steps: 1}\n---\nrun: {steps: 2}\n", "expected a single document"),
     ],

@@ -204,6 +204,8 @@ def test_a_sound_directory_is_used_where_it_lies(private: Settings, directory: P
         (lambda path: (path / "state.pt").touch(), r"pickled weights \(state\.pt\)"),
         (lambda path: (path / "config.json").unlink(), r"no config\.json"),
         (lambda path: (path / "config.json").write_text("{"), "not valid JSON"),
+        (lambda path: (path / "config.json").write_text("[" * 100_000), "not valid JSON"),
+        (lambda path: (path / "config.json").write_text("\ufeff{}"), "not valid JSON"),
         (lambda path: (path / "config.json").write_text("[]"), "JSON object"),
         (lambda path: (path / "model.safetensors").unlink(), r"no weights \(\*\.safetensors\): download"),
         (lambda path: (path / "model.safetensors").write_bytes(b"short"), "not a whole safetensors file"),

@@ -26,6 +26,7 @@ def read(path: Path, **fields: Any) -> list[Item]:
         ('{"question": "q", "answer": 4}', r"Line 1 of .* lacks a text"),
         ('{"question": " ", "answer": "4"}', r"Line 1 of .* lacks a text"),
         ("\n", "has no questions"),
+        ("\ufeff\n", "has no questions"),
         (
             '{"question": "q", "answer": "a"}\n{"question": "1 + \\ud800 1", "answer": "2"}',
             "Line 2 of .* has half of a surrogate pair in `question`",
@@ -54,7 +55,7 @@ def test_byte_order_marks_line_separators_and_surrogate_pairs_are_read(tmp_path:
         '{"question": "\\ud83d\\ude00", "answer": "b"}',
     ]
     for end in ("\n", "\r\n"):
-        path.write_bytes(b"\xef\xbb\xbf" + end.join(lines).encode())
+        path.write_bytes(b"\xef\xbb\xbf" + f"{end}\ufeff".join(lines).encode())
         assert [item.question for item in read(path)] == [odd, "\U0001f600"]
 
 
@@ -70,6 +71,6 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
         read(tmp_path / "missing.jsonl")
     with pytest.raises(UserError, match=r"path missing\.jsonl is relative .* give the absolute path"):
         read(Path("missing.jsonl"))
-    (tmp_path / "latin.jsonl").write_bytes(b"\xe9")
-    with pytest.raises(UserError, match=r"latin\.jsonl cannot be read as UTF-8"):
+    (tmp_path / "latin.jsonl").write_bytes(b"\n\xe9")
+    with pytest.raises(UserError, match=r"Line 2 of .*latin\.jsonl is no text in UTF-8"):
         read(tmp_path / "latin.jsonl")
