@@ -12,7 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
-from tasks.exchange.trajectories import Group, Outcome, Segment, Trajectory, load_group, save_group
+from tasks.exchange.payloads import load_group, save_group
+from tasks.exchange.trajectories import Group, Outcome, Segment, Trajectory
 from tasks.training.algorithms import DecoupledPpo
 from tasks.training.groups import with_advantages
 from tasks.training.packing import hand_of

@@ -19,7 +19,8 @@ from tasks.data.split import Questions
 from tasks.evaluation.examine import as_json, evaluate
 from tasks.exchange.layout import RunDirectory
 from tasks.exchange.ledger import Actor, Lease, Ledger
-from tasks.exchange.trajectories import Group, Trajectory, save_group
+from tasks.exchange.payloads import save_group
+from tasks.exchange.trajectories import Group, Trajectory
 from tasks.rollout.answering import Answerer
 from tasks.rollout.engine import Engine
 from tasks.rollout.versions import WholeVersions

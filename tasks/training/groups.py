@@ -5,7 +5,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from tasks.exchange.trajectories import Group, StoredGroup
+from tasks.exchange.payloads import StoredGroup
+from tasks.exchange.trajectories import Group
 from tasks.training.algorithms.base import AlgorithmSection
 from tasks.training.packing import TrainingGroup
 

@@ -20,7 +20,8 @@ from planners.errors import UserError
 from tasks.config.experiment import Experiment
 from tasks.exchange.layout import RunDirectory
 from tasks.exchange.ledger import Actor, GroupRow, Ledger
-from tasks.exchange.trajectories import GroupOutline, Outcome, delete_payloads, found_payloads
+from tasks.exchange.payloads import delete_payloads, found_payloads
+from tasks.exchange.trajectories import GroupOutline, Outcome
 from tasks.exchange.weights import delete_unused, found_versions, publish_weights
 from tasks.lifecycle.scope import ActorScope, say_last_word
 from tasks.lifecycle.stall import Stall

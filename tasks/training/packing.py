@@ -20,7 +20,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tasks.exchange.trajectories import Group, GroupOutline, StoredGroup, TokenIds
+from tasks.exchange.payloads import StoredGroup
+from tasks.exchange.trajectories import Group, GroupOutline, TokenIds
 
 Index = NDArray[np.int64]
 

@@ -20,7 +20,7 @@ from tasks.config.files import read_resolved_experiment
 from tasks.config.settings import load_settings
 from tasks.exchange.layout import RunDirectory
 from tasks.exchange.ledger import Actor, GroupRow, Ledger
-from tasks.exchange.trajectories import StoredGroup, open_group
+from tasks.exchange.payloads import StoredGroup, open_group
 from tasks.lifecycle.scope import ActorScope, this_process
 from tasks.machine.processes import apply_device_environment, die_with_parent
 from tasks.models.dtypes import torch_dtype

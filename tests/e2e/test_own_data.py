@@ -12,7 +12,7 @@ from tasks.config.rewards import PythonReward
 from tasks.config.settings import Settings
 from tasks.exchange.layout import RunDirectory
 from tasks.exchange.ledger import Ledger
-from tasks.exchange.trajectories import load_group
+from tasks.exchange.payloads import load_group
 from tests.support.places import REPOSITORY
 from tests.support.stack import hexflow
 

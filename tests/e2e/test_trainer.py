@@ -22,7 +22,7 @@ from tasks.config.settings import Settings
 from tasks.config.training import OptimizerSection
 from tasks.exchange.layout import RunDirectory
 from tasks.exchange.ledger import Ledger
-from tasks.exchange.trajectories import load_group, save_group
+from tasks.exchange.payloads import load_group, save_group
 from tasks.exchange.weights import verify_weights
 from tasks.machine.processes import ProcessGroup
 from tasks.training.checkpoints import found_checkpoints

@@ -18,7 +18,8 @@ from tasks.data.split import Questions
 from tasks.environments.single_turn import SingleTurn
 from tasks.exchange.layout import RunDirectory
 from tasks.exchange.ledger import Ledger
-from tasks.exchange.trajectories import Group, Segment, load_group
+from tasks.exchange.payloads import load_group
+from tasks.exchange.trajectories import Group, Segment
 from tasks.exchange.weights import publish_weights
 from tasks.rewards.pool import ScoringPool
 from tasks.rollout.answering import Answerer

@@ -15,7 +15,8 @@ from tasks.data.split import Examination, Questions
 from tasks.environments.single_turn import SingleTurn
 from tasks.exchange.layout import RunDirectory
 from tasks.exchange.ledger import Actor, Ledger
-from tasks.exchange.trajectories import Outcome, Segment, load_group
+from tasks.exchange.payloads import load_group
+from tasks.exchange.trajectories import Outcome, Segment
 from tasks.exchange.weights import publish_weights
 from tasks.rewards.pool import Verdict
 from tasks.rollout.answering import Answerer

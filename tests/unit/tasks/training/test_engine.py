@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from tasks.config.training import OptimizerSection
-from tasks.exchange.trajectories import Group, Outcome, Segment, Trajectory, open_group, save_group
+from tasks.exchange.payloads import open_group, save_group
+from tasks.exchange.trajectories import Group, Outcome, Segment, Trajectory
 from tasks.training import groups as groups_module
 from tasks.training.algorithms import Cispo, DecoupledPpo
 from tasks.training.algorithms.base import AlgorithmSection, LossSums

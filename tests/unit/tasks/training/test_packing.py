@@ -22,17 +22,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from tasks.exchange.trajectories import (
-    Group,
-    Outcome,
-    Segment,
-    StoredGroup,
-    TokenIds,
-    Trajectory,
-    load_group,
-    open_group,
-    save_group,
-)
+from tasks.exchange.payloads import StoredGroup, load_group, open_group, save_group
+from tasks.exchange.trajectories import Group, Outcome, Segment, TokenIds, Trajectory
 from tasks.training import policy as policy_module
 from tasks.training.algorithms import DecoupledPpo
 from tasks.training.groups import with_advantages

@@ -14,7 +14,7 @@ from tasks.config.sections import RunSection
 from tasks.config.settings import Settings
 from tasks.exchange.layout import RunDirectory
 from tasks.exchange.ledger import Fenced, Ledger
-from tasks.exchange.trajectories import save_group
+from tasks.exchange.payloads import save_group
 from tasks.lifecycle.scope import ActorScope
 from tasks.tracking.tracker import Tracker
 from tasks.training.checkpoints import found_checkpoints, resume_point
