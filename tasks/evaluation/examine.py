@@ -1,17 +1,21 @@
 """Accuracy on the questions of an experiment's evaluations, greedy and sampled.
 
-An answer that cannot be scored counts 0, as a wrong one, so that every item counts alike; such answers are counted.
+An answer that cannot be had or scored counts 0, as a wrong one, so that every item counts alike; such answers are
+counted.
 """
 
 import asyncio
 import json
+import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from tasks.data.split import Examination
 from tasks.exchange.trajectories import Outcome
-from tasks.rollout.answering import Answerer
+from tasks.rollout.answering import Answerer, ItemFailed
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -68,8 +72,14 @@ async def _examine(
 
     async def reward(name: str, index: int, temperature: float) -> float:
         async with free:
-            trajectory = await answerer.answer_once(f"{prefix}-{name}", items[index], temperature)
-        count_work(1)
+            try:
+                trajectory = await answerer.answer_once(f"{prefix}-{name}", items[index], temperature)
+            except ItemFailed as error:
+                _log.warning("the question '%.80s' could not be answered: %s", items[index].question, error)
+                unscored[Outcome.ERROR] += 1
+                return 0.0
+            finally:
+                count_work(1)
         if trajectory.masked:
             unscored[trajectory.outcome] += 1
             return 0.0

@@ -47,6 +47,10 @@ class Verdict:
     reason: str = ""
 
 
+class ScoringFailed(RuntimeError):
+    """There are no scoring processes to be had, which is no answer's fault."""
+
+
 class ScoringPool:
     """Scoring processes and a spare, which steps in at once when one is killed.
 
@@ -83,7 +87,7 @@ class ScoringPool:
         self._shown: set[str] = set()
         self._tells = tells
         self._free = asyncio.Semaphore(processes)
-        self._ready: asyncio.Queue[_Worker | RuntimeError] = asyncio.Queue()
+        self._ready: asyncio.Queue[_Worker | ScoringFailed] = asyncio.Queue()
         self._workers: set[_Worker] = set()
         self._changes: set[asyncio.Task[None]] = set()
         self._closed = False
@@ -97,7 +101,7 @@ class ScoringPool:
         that fails decides the outcome, and the others are not asked.
 
         Raises:
-            RuntimeError: a scoring process cannot be started, or the pool is closed.
+            ScoringFailed: a scoring process cannot be started, or the pool is closed.
         """
         parts = [math.nan] * len(self._rewards)
         outcome, reason = Outcome.SCORED, ""
@@ -168,13 +172,13 @@ class ScoringPool:
     async def _next_worker(self) -> "_Worker":
         while not self._closed:
             worker = await self._ready.get()
-            if isinstance(worker, RuntimeError):
+            if isinstance(worker, ScoringFailed):
                 self._ready.put_nowait(worker)  # for all who wait
                 raise worker
             if worker.alive:
                 return worker
             self._replace(worker)  # it died while idle, which is no answer's fault
-        raise RuntimeError("the scoring pool is closed")
+        raise ScoringFailed("the scoring pool is closed")
 
     def _spawn(self) -> None:
         self._keep(asyncio.create_task(self._start()))
@@ -193,7 +197,7 @@ class ScoringPool:
         try:
             worker = _Worker(await _open_process(self._command))
         except OSError as error:  # no process or memory to be had
-            self._ready.put_nowait(RuntimeError(f"A scoring process cannot be started: {error}."))
+            self._ready.put_nowait(ScoringFailed(f"A scoring process cannot be started: {error}."))
             return
         self._workers.add(worker)
         if self._closed:
@@ -205,7 +209,7 @@ class ScoringPool:
         except (TimeoutError, _WorkerFailed) as error:
             await self._end(worker)
             reason = str(error) or f"it was not ready within {START_DEADLINE_S:.0f} s"
-            self._ready.put_nowait(RuntimeError(f"A scoring process did not start: {reason}; see this process's log."))
+            self._ready.put_nowait(ScoringFailed(f"A scoring process did not start: {reason}; see this process's log."))
         else:
             self._ready.put_nowait(worker)
 

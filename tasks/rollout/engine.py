@@ -55,8 +55,24 @@ class Answer:
         return sum(len(segment.token_ids) for segment in self.segments)
 
 
+class EngineDied(Exception):
+    """The engine's process is gone, and this one with it.
+
+    Attributes:
+        by_itself: nobody from outside has ended it, see `machine.deaths`; perhaps what it was asked has.
+    """
+
+    def __init__(self, message: str, by_itself: bool) -> None:
+        """The message says how it ended."""
+        super().__init__(message)
+        self.by_itself = by_itself
+
+
 class Engine(Protocol):
-    """An inference engine that answers many requests at once and takes new weights between two tokens."""
+    """An inference engine that answers many requests at once and takes new weights between two tokens.
+
+    Every call raises EngineDied once the engine's process is gone.
+    """
 
     @property
     def replica(self) -> str:

@@ -15,17 +15,20 @@ from statistics import fmean
 
 from planners.errors import UserError
 from tasks.config.experiment import Experiment
+from tasks.data.item import Item
 from tasks.data.split import Questions
 from tasks.evaluation.examine import as_json, evaluate
 from tasks.exchange.layout import RunDirectory
 from tasks.exchange.ledger import Actor, Lease, Ledger
 from tasks.exchange.payloads import save_group
 from tasks.exchange.trajectories import Group, Trajectory
-from tasks.rollout.answering import Answerer
-from tasks.rollout.engine import Engine
+from tasks.rollout.answering import Answerer, ItemFailed, blaming_the_item
+from tasks.rollout.engine import Engine, EngineDied
 from tasks.rollout.versions import WholeVersions
 from tasks.tracking.tracker import Tracker
 
+_MANY_FAILED = 4
+"""So many different questions that fail, with none answered between them, are not at fault themselves."""
 _POLL_S = 0.2
 _log = logging.getLogger(__name__)
 
@@ -65,12 +68,17 @@ class _Activity:
 
 
 class Replica:
-    """Runs until `leave` or `drain` is called; any error ends it, and the supervisor starts another attempt."""
+    """Runs until `leave` or `drain` is called.
+
+    What goes wrong with one question drops its group; any other error ends the replica, and the supervisor starts
+    another attempt.
+    """
 
     def __init__(self, parts: ReplicaParts) -> None:
         self._p = parts
         self._workload = parts.experiment.workload
         self._in_flight: dict[int, Lease] = {}
+        self._failed: set[int] = set()
         self._leases = 0
         self._changed = asyncio.Event()
         self._leaving = asyncio.Event()
@@ -94,8 +102,9 @@ class Replica:
         try:
             await self._serve()
         except ExceptionGroup as group:
-            # The first error is the cause; the others came of ending the rest.
-            raise group.exceptions[0] from None
+            # The engine's death is the cause of what it comes with, else the first error: the others came of ending the
+            # rest.
+            raise min(group.exceptions, key=lambda error: not isinstance(error, EngineDied)) from None
         self._flush_activity()
 
     async def _serve(self) -> None:
@@ -139,23 +148,43 @@ class Replica:
         self._in_flight[lease.group_id] = lease
 
     async def _answer(self, lease: Lease) -> None:
-        ledger, actor = self._p.ledger, self._p.actor
-        item = self._p.questions.item(lease.prompt_index)
-        if await asyncio.to_thread(ledger.name_question, actor, lease.group_id, item.key):
-            try:
-                prompt_ids = self._p.answerer.environment.prompt(item)
-            except UserError as error:
-                _log.warning("%s", error)
-                await asyncio.to_thread(ledger.drop_group, actor, lease.group_id, "prompt_too_long")
-            else:
-                trajectories = await self._p.answerer.answer_group(
-                    _name(lease.group_id), item, self._workload.group_size
-                )
-                await asyncio.to_thread(self._hand_over, lease, prompt_ids, trajectories)
+        try:
+            await self._answer_question(lease)
+        except ItemFailed as error:
+            self._failed.add(lease.prompt_index)
+            if len(self._failed) == _MANY_FAILED:
+                raise error.__cause__ or error from None
+            _log.warning("the question of prompt %d failed: %s", lease.prompt_index, error, exc_info=True)
+            await asyncio.to_thread(self._p.ledger.drop_group, self._p.actor, lease.group_id, "failed")
         del self._in_flight[lease.group_id]
         if not self._in_flight:
             self._mark_idle()
         self._changed.set()
+
+    async def _answer_question(self, lease: Lease) -> None:
+        ledger, actor = self._p.ledger, self._p.actor
+        with blaming_the_item():
+            item = self._p.questions.item(lease.prompt_index)
+            key = item.key
+        if not await asyncio.to_thread(ledger.name_question, actor, lease.group_id, key):
+            return
+        prompt_ids = self._prompt(item)
+        if prompt_ids is None:
+            await asyncio.to_thread(ledger.drop_group, actor, lease.group_id, "prompt_too_long")
+            return
+        trajectories = await self._p.answerer.answer_group(_name(lease.group_id), item, self._workload.group_size)
+        if trajectories is not None:
+            self._failed.clear()
+        await asyncio.to_thread(self._hand_over, lease, prompt_ids, trajectories)
+
+    def _prompt(self, item: Item) -> list[int] | None:
+        """Its token ids, or None where they are too many."""
+        with blaming_the_item():
+            try:
+                return self._p.answerer.environment.prompt(item)
+            except UserError as error:
+                _log.warning("%s", error)
+                return None
 
     def _hand_over(self, lease: Lease, prompt_ids: Sequence[int], trajectories: tuple[Trajectory, ...] | None) -> None:
         ledger, actor = self._p.ledger, self._p.actor

@@ -61,6 +61,14 @@ class FakeText:
         return Verdict(outcome, reward, (reward,))
 
 
+def test_a_question_that_cannot_be_answered_counts_zero_and_ends_no_evaluation() -> None:
+    text = FakeText()
+    answerer = Answerer(FakeEngine(), SingleTurn(text, text, text), Sampling(1.0, 4, (6,)))
+    exams = [Examination("held-out", (Item("unheard of", "", {}), ITEMS[0]), 1)]
+    result = asyncio.run(examine(answerer, exams, concurrency=3))["held-out"]
+    assert (result.greedy, result.sampled, result.unscored) == ([0.0, 1.0], [[0.0], [1.0]], {"error": 2})
+
+
 def test_an_answer_that_cannot_be_scored_counts_zero_and_is_counted() -> None:
     text = FakeText()
     answerer = Answerer(FakeEngine(), SingleTurn(text, text, text), Sampling(1.0, 4, (6,)))

@@ -18,9 +18,9 @@ from tasks.exchange.ledger import Actor, Ledger
 from tasks.exchange.payloads import load_group
 from tasks.exchange.trajectories import Outcome, Segment
 from tasks.exchange.weights import publish_weights
-from tasks.rewards.pool import Verdict
+from tasks.rewards.pool import ScoringFailed, Verdict
 from tasks.rollout.answering import Answerer
-from tasks.rollout.engine import Answer, InFlight, Sampling
+from tasks.rollout.engine import Answer, EngineDied, InFlight, Sampling
 from tasks.rollout.replica import Replica, ReplicaParts
 from tasks.rollout.versions import WholeVersions
 from tasks.tracking.tracker import Tracker
@@ -258,7 +258,64 @@ def test_a_quarantined_question_is_not_answered_at_any_index(
     asyncio.run(scenario())
 
 
-def test_an_error_while_answering_ends_the_replica_and_is_named(
+class Faulty(FakeText):
+    """What a question says goes wrong with it."""
+
+    def item(self, prompt_index: int) -> Item:
+        if prompt_index == 1:
+            raise ZeroDivisionError("a generator's own fault")
+        return Item("\ud800" if prompt_index == 3 else str(prompt_index), "", {})
+
+    def encode(self, item: Item) -> list[int]:
+        if item.question == "5":
+            raise TypeError("a tokenizer's")
+        return [1, 2]
+
+    async def score(self, prompt: str, answer_text: str, item: Mapping[str, Any]) -> Verdict:
+        if item["question"] == "7":
+            raise ValueError("a scorer's")
+        return await super().score(prompt, answer_text, item)
+
+
+def test_what_goes_wrong_with_one_question_ends_that_question(
+    ledger: Ledger, experiment: Experiment, tmp_path: Path
+) -> None:
+    async def scenario() -> None:
+        trainer = join(ledger, "trainer", run_id=RUN)
+        publish(ledger, tmp_path, trainer, 0, 0)
+        replica = make_replica(ledger, experiment, tmp_path, FakeEngine(), Faulty())
+        running = asyncio.create_task(replica.run())
+        for step in range(4):
+            await until(lambda: in_state(ledger, "scored") >= 2, "a step's groups")
+            assert ledger.take_groups(trainer, step)
+            publish(ledger, tmp_path, trainer, 0, step + 1)
+        replica.leave()
+        await running
+
+    asyncio.run(scenario())
+    progress = ledger.progress(RUN)
+    assert progress.dropped == {"failed": 8}
+    assert progress.quarantined_prompts == 4
+    consumed = {row.prompt_index for row in ledger.groups(RUN) if row.state == "consumed"}
+    assert consumed.isdisjoint({1, 3, 5, 7})
+
+
+@pytest.mark.parametrize(
+    "error", [EngineDied("it was ended by SIGSEGV", by_itself=True), ScoringFailed("no process to be had")]
+)
+def test_what_is_gone_is_no_questions_fault(
+    ledger: Ledger, experiment: Experiment, tmp_path: Path, error: Exception
+) -> None:
+    class Dying(FakeEngine):
+        async def generate(self, request_id: str, prompt_ids: Sequence[int], sampling: Sampling) -> Answer:
+            raise ValueError("what comes of it") if request_id.endswith("0") else error
+
+    with pytest.raises(type(error)):
+        asyncio.run(make_replica(ledger, experiment, tmp_path, Dying(), FakeText()).run())
+    assert ledger.progress(RUN).dropped == {}
+
+
+def test_an_error_of_every_question_ends_the_replica_and_is_named(
     ledger: Ledger, experiment: Experiment, tmp_path: Path
 ) -> None:
     class BrokenEngine(FakeEngine):
