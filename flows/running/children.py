@@ -10,6 +10,7 @@ from planners.errors import UserError
 from planners.plan.run import MachineShare
 from tasks.config.settings import load_settings
 from tasks.exchange.ledger import Actor, Ledger
+from tasks.machine.deaths import Watch, how_it_ended
 from tasks.machine.devices import hold_devices
 from tasks.machine.processes import ProcessGroup, device_environment
 
@@ -42,6 +43,18 @@ def on_devices(share: MachineShare, holder: str) -> Iterator[None]:
         yield
 
 
+class ProcessFailed(RuntimeError):
+    """The process failed or took too long; the message has the end of its log.
+
+    Attributes:
+        how: in words how it ended, where it was ended by a signal of its own making; None for all other ends.
+    """
+
+    def __init__(self, message: str, how: str | None) -> None:
+        super().__init__(message)
+        self.how = how
+
+
 def run_until_it_ends(argv: list[str], share: MachineShare, what: str, log: Path, deadline_s: float = math.inf) -> None:
     """Run `argv` on the devices of `share` and wait; whatever ends this flow ends the whole process group.
 
@@ -54,9 +67,10 @@ def run_until_it_ends(argv: list[str], share: MachineShare, what: str, log: Path
             flow.
 
     Raises:
-        RuntimeError: the process failed or took too long; the message has the end of its log.
+        ProcessFailed: the process failed or took too long.
     """
     give_up = time.monotonic() + deadline_s
+    watch = Watch()
     process = ProcessGroup.start(argv, device_environment(share.kind, share.devices), log)
     try:
         while (status := process.poll()) is None and time.monotonic() < give_up:
@@ -64,9 +78,7 @@ def run_until_it_ends(argv: list[str], share: MachineShare, what: str, log: Path
     finally:
         process.stop()
     if status != 0:
-        raise RuntimeError(
-            f"The process of {what} "
-            f"{f'ended with status {status}' if status is not None else f'took over {deadline_s:.0f} s'}; "
-            f"the end of {log}:\n"
-            f"{process.tail()}"
-        )
+        end = f"took over {deadline_s:.0f} s" if status is None else how_it_ended(status)
+        is_own = status is not None and status < 0 and watch.ended_by_itself(status)
+        message = f"The process of {what} {end}; the end of {log}:\n{process.tail()}"
+        raise ProcessFailed(message, f"its process {end}" if is_own else None)

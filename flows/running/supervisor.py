@@ -14,6 +14,7 @@ from typing import Protocol
 from sqlalchemy.exc import SQLAlchemyError
 
 from flows.running.context import RunContext
+from flows.running.deaths import Deaths
 from planners.plan.run import MachineShare, RunPlan
 from tasks.exchange.ledger import Actor, ActorRow, Progress
 from tasks.exchange.ledger.fence import ACTIVE
@@ -90,6 +91,7 @@ class Supervisor:
         self._replaced: list[_Child] = []
         self._silence = Silence(max(_LONGEST_GAP_S, self._settings.heartbeat_deadline_s / 4))
         self._restarts = 0
+        self._deaths = Deaths(self._settings.restarts, run.ledger.progress(run.run_id))
         self._stall = Stall(run.ledger, run.run_id)
 
     def run(self) -> None:
@@ -187,6 +189,7 @@ class Supervisor:
         ledger, run_id = self._run.ledger, self._run.run_id
         progress = ledger.progress(run_id)
         self._on_progress(progress)
+        self._pay(self._deaths.to_pay(progress), "Engines died, and no question is to blame")
         self._raise_if_stalled(progress)
         if progress.step < progress.steps:
             return False
@@ -233,7 +236,7 @@ class Supervisor:
                 return f"it did not join the run within run.start_deadline_s ({self._settings.start_deadline_s:.0f} s)"
             return None
         child.has_run = child.has_run or row.state == "running"
-        if row.state in ("failed", "fenced"):
+        if row.state in ("failed", "died", "fenced"):
             return row.message or row.state
         if row.state == "done":
             return None if row.role == "trainer" else "it left before the run was over"
@@ -258,14 +261,15 @@ class Supervisor:
                 self._cancel(child)
             return
         log = self._run.directory.log_path(actor.role, actor.slot)
-        if child.is_first and not child.has_run and left.state == "failed":
+        if child.is_first and not child.has_run and left.state in ("failed", "died"):
             # What failed before it ever worked would fail again: bad input, missing memory. One that has worked before
             # may meet what passes: devices not free yet, a file that a next attempt does without.
             raise RunFailed(f"The {_name(actor)} could not start: {fault} (log: {log})")
-        if self._restarts >= self._settings.restarts:
-            raise RunFailed(f"The {_name(actor)} died: {fault}. The budget run.restarts is spent (log: {log})")
-        self._restarts += 1
-        print(f"{_name(actor)} died: {fault}; starting it again ({self._restarts} of {self._settings.restarts})")
+        if left.state == "died":
+            print(f"{_name(actor)} died: {fault}; starting it again, and trying what it was answering")
+        else:
+            self._pay(1, f"The {_name(actor)} died: {fault} (log: {log})")
+            print(f"{_name(actor)} died: {fault}; starting it again ({self._restarts} of {self._settings.restarts})")
         if left.state == "fenced":
             self._kill([left])  # Prefect's server may be away, and its flow run holds the devices as long as it lives
         self._cancel(child)
@@ -275,6 +279,11 @@ class Supervisor:
             resume_step = resume_point(self._run.directory, ledger, self._run.run_id, self._settings)
             ledger.resume_from(self._run.supervisor, resume_step, f"after trainer {actor.attempt}")
         self._start(actor.role, actor.slot, child.shares, resume_step)
+
+    def _pay(self, restarts: int, why: str) -> None:
+        self._restarts += restarts
+        if self._restarts > self._settings.restarts:
+            raise RunFailed(f"{why}. The budget run.restarts is spent.")
 
 
 def _name(actor: Actor) -> str:

@@ -22,9 +22,10 @@ from tasks.config.files import read_resolved_experiment
 from tasks.config.settings import load_settings
 from tasks.exchange.layout import RunDirectory
 from tasks.exchange.ledger import Actor, Ledger
-from tasks.lifecycle.scope import ActorScope, this_process
+from tasks.lifecycle.scope import ActorScope, say_last_word, this_process
 from tasks.machine.processes import apply_device_environment, die_with_parent
 from tasks.models.prepare import find_model
+from tasks.rollout.engine import EngineDied
 from tasks.rollout.replica import Replica, ReplicaParts
 from tasks.rollout.serving import AnsweringSetup, open_answerer
 from tasks.rollout.versions import WholeVersions
@@ -135,6 +136,10 @@ async def serve(ledger: Ledger, scope: ActorScope, plan: ReplicaPlan, end: End) 
         scope.report("running")
         try:
             await _serve_until(end, replica)
+        except EngineDied as death:
+            if death.by_itself:  # said before anything is closed, which may fail as well
+                await asyncio.to_thread(say_last_word, ledger, actor, "died", str(death))
+            raise
         finally:
             is_asked = end.leaving.is_set() or end.draining.is_set()
             tracker.finish("FINISHED" if is_asked else "FAILED")

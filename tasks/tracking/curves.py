@@ -44,6 +44,8 @@ class Curves:
         for row in self._ledger.steps(self._run_id, since=self._next_step):
             self._tracker.log({name: row.metrics[name] for name in STEP_CURVES if name in row.metrics}, row.step)
         self._next_step = progress.step
+        skipped = {"quarantined_prompts": progress.quarantined_prompts, "engine_deaths": progress.engine_deaths}
+        self._tracker.log({f"rollout/{name}": float(count) for name, count in skipped.items()}, progress.step - 1)
         self._track_waits(progress.step - 1)
         self.track_evaluations()
 

@@ -43,6 +43,7 @@ def write_report(
     steps, evaluations = ledger.steps(run_id), ledger.evaluations(run_id)
     group_size = read_resolved_experiment(directory.experiment).workload.group_size
     summary = summarise(run, ledger.progress(run_id), steps, ledger.spans(run_id), evaluations, plan, group_size)
+    summary["quarantined"] = [asdict(prompt) for prompt in ledger.quarantined_prompts(run_id)]
     summary["untracked"] = untracked
     write_json(directory.summary, summary)
     plot_curves(directory.curves, steps, evaluations, run.max_staleness, run_id)
@@ -79,6 +80,7 @@ def summarise(
         "groups_dropped_by_reason": progress.dropped,
         "answers_by_outcome": progress.outcomes,
         "quarantined_prompts": progress.quarantined_prompts,
+        "engine_deaths": progress.engine_deaths,
         "max_staleness_seen": progress.max_staleness_seen,
         "max_staleness_allowed": run.max_staleness,
         **{f"{name}_predicted": value for name, value in predicted_times(plan).items()},
@@ -116,6 +118,10 @@ def key_figures(summary: Mapping[str, Any], directory: Path) -> dict[str, str]:
         "trainer waits": (get("wait_trainer_share"), f"{_percent(get('wait_trainer_share'))} of its time"),
         "rollouts wait": (get("wait_rollout_share"), f"{_percent(get('wait_rollout_share'))} of their time"),
         "overlap": (get("overlap_share"), f"{_percent(get('overlap_share'))} of the busier side's work"),
+        "prompts skipped": (
+            get("quarantined_prompts") or None,
+            f"{get('quarantined_prompts')}, for failing or for ending engines: see `quarantined` in summary.json",
+        ),
         "not in MLflow": (get("untracked"), get("untracked") or ""),
         "files": (directory, str(directory)),
     }

@@ -28,6 +28,19 @@ from tasks.training.state import HeldState, StatePart, random_path
 
 
 @dataclass(frozen=True, slots=True)
+class StepData:
+    """What a step trains on, of this rank: its micro-batches, of one minibatch after the other.
+
+    Attributes:
+        hands: this rank's micro-batches of each minibatch.
+        tokens: tokens of each minibatch that the loss counts, on all ranks; 0: it is only measured.
+    """
+
+    hands: list[list[MicroBatch]]
+    tokens: list[int]
+
+
+@dataclass(frozen=True, slots=True)
 class StepResult:
     """What one training step did.
 
@@ -99,36 +112,49 @@ class Engine:
         }
 
     def train_step(self, groups: Sequence[TrainingGroup], step: int) -> StepResult:
-        """Train on the groups of one step; every rank passes the same groups.
+        """Read the groups of one step and train on them; every rank passes the same groups."""
+        return self.train(self.read(groups), step)
+
+    def read(self, groups: Sequence[TrainingGroup]) -> StepData:
+        """This rank's share of a step; every rank passes the same groups. Nothing here waits for another rank.
 
         Groups that the algorithm does not keep, such as those whose advantages are all zero, are left out: they have no
         gradient, so computing them would only cost time, and counting their tokens would shrink the update by the share
         of hopeless and solved prompts. If that leaves none, the loss metrics, `mismatch_kl` above all, are those of the
         first group, without an update.
+
+        Raises:
+            DamagedPayload: a payload in this rank's share is damaged or gone.
         """
         counted = [group for group in groups if group.trained_tokens]
         live = [group for group in counted if self._algorithm.keeps(group.advantages)]
         minibatches = [live[k :: self._settings.minibatches] for k in range(self._settings.minibatches)]
-        minibatches = [minibatch for minibatch in minibatches if minibatch]
-        hands = [self._hand(minibatch) for minibatch in minibatches]
+        minibatches = [minibatch for minibatch in minibatches if minibatch] or [counted[:1]]
+        tokens = [sum(group.trained_tokens for group in minibatch) if live else 0 for minibatch in minibatches]
+        hands = [hand_of(m, self._micro_batch_tokens, self._ranks.rank, self._ranks.size) for m in minibatches]
+        return StepData(hands, tokens)
+
+    def train(self, data: StepData, step: int) -> StepResult:
+        """Train on what every rank has read of one step."""
+        hands = [self._ready(hand) for hand in data.hands]
         # π_prox is the policy before the first update. With one update a step it is the policy of that very forward.
         prox = [[self._logprobs(b) for b in hand] for hand in hands] if len(hands) > 1 else None
         lr = self._settings.lr * lr_factor(self._settings, step, self._steps)
         for param_group in self.optimizer.param_groups:
             param_group["lr"] = lr
         totals = StepTotals()
-        if not live:
-            self._measure(counted[:1], totals)
+        if not any(data.tokens):
+            self._measure(hands[0], totals)
             measured = totals.result(self._ranks, lr)
             return replace(measured, metrics={**measured.metrics, "trained_tokens": 0.0})
-        for k, hand in enumerate(hands):
-            tokens = sum(group.trained_tokens for group in minibatches[k])
+        for k, (hand, tokens) in enumerate(zip(hands, data.tokens, strict=True)):
             self._update(hand, prox[k] if prox else [None] * len(hand), tokens, totals)
         return totals.result(self._ranks, lr)
 
     def logprobs(self, groups: Sequence[TrainingGroup]) -> list[Tensor]:
         """Log-probabilities [N] of the targets of this rank's micro-batches, without gradient."""
-        return [self._logprobs(batch) for batch in self._hand(groups)]
+        hand = hand_of(groups, self._micro_batch_tokens, self._ranks.rank, self._ranks.size)
+        return [self._logprobs(batch) for batch in self._ready(hand)]
 
     def state_dict(self, dtype: torch.dtype) -> dict[str, Tensor]:
         """The model's weights by Hugging Face name, on the CPU. Every rank must call it; rank 0's is complete.
@@ -164,9 +190,8 @@ class Engine:
         if random.exists():
             set_random_state(json.loads(random.read_text()))
 
-    def _hand(self, groups: Sequence[TrainingGroup]) -> list[MicroBatch]:
-        """This rank's micro-batches on its device, with reference log-probabilities where the algorithm asks."""
-        hand = hand_of(groups, self._micro_batch_tokens, self._ranks.rank, self._ranks.size)
+    def _ready(self, hand: Sequence[MicroBatch]) -> list[MicroBatch]:
+        """These micro-batches on this rank's device, with reference log-probabilities where the algorithm asks."""
         batches = [batch.to(self._ranks.device) for batch in hand]
         if self._reference is None:
             return batches
@@ -179,8 +204,8 @@ class Engine:
         return logprobs
 
     @torch.no_grad()
-    def _measure(self, groups: Sequence[TrainingGroup], totals: "StepTotals") -> None:
-        for batch in self._hand(groups):
+    def _measure(self, hand: Sequence[MicroBatch], totals: "StepTotals") -> None:
+        for batch in hand:
             logprobs, entropy = self.deepspeed(batch)
             totals.add(self._algorithm.loss(logprobs, logprobs, entropy, batch), batch)
 

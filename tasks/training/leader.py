@@ -10,7 +10,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -57,10 +57,16 @@ class Leader:
         """Raise Fenced if another trainer has taken over."""
         self.ledger.confirm(self.actor)
 
-    def take_groups(self, step: int, meanwhile: Callable[[], object]) -> tuple[list[GroupRow], float]:
+    def take_groups(
+        self, step: int, meanwhile: Callable[[], object], damaged: Collection[int] = ()
+    ) -> tuple[list[GroupRow], float]:
         """The groups of `step` in the ledger's order, and the seconds spent waiting for them.
 
-        `meanwhile` is called every TELL_EVERY_S of the wait: other ranks may not wait for longer in one collective.
+        Args:
+            step: the step.
+            meanwhile: called every TELL_EVERY_S of the wait: other ranks may not wait for longer in one collective.
+            damaged: groups that it has taken and whose payloads cannot be read: they are dropped, and it is decided
+                anew.
 
         Raises:
             UserError: they did not come within the deadline, in which nothing else moved either; the message names who
@@ -70,7 +76,8 @@ class Leader:
         told = started
         stall = Stall(self.ledger, self.actor.run_id)
         self.scope.report("running", f"waiting for the groups of step {step}")
-        while (rows := self.ledger.take_groups(self.actor, step)) is None:
+        rows = self.ledger.drop_damaged(self.actor, step, damaged) if damaged else None
+        while rows is None and (rows := self.ledger.take_groups(self.actor, step)) is None:
             if stall.look() > deadline_s:
                 raise UserError(self._describe_silence(step, deadline_s))
             if time.monotonic() - told > TELL_EVERY_S:
@@ -78,7 +85,8 @@ class Leader:
                 meanwhile()
             time.sleep(_POLL_S)
         wait_s = time.monotonic() - started
-        self.ledger.record_span(self.actor, "wait", f"step {step}", wait_s)
+        anew = f" without {sorted(damaged)}" if damaged else ""
+        self.ledger.record_span(self.actor, "wait", f"step {step}{anew}", wait_s)
         self.scope.report("running", f"training step {step}")
         return rows, wait_s
 

@@ -20,14 +20,14 @@ from tasks.config.files import read_resolved_experiment
 from tasks.config.settings import load_settings
 from tasks.exchange.layout import RunDirectory
 from tasks.exchange.ledger import Actor, GroupRow, Ledger
-from tasks.exchange.payloads import StoredGroup, open_group
+from tasks.exchange.payloads import DamagedPayload, StoredGroup, open_group
 from tasks.lifecycle.scope import ActorScope, this_process
 from tasks.machine.processes import apply_device_environment, die_with_parent
 from tasks.models.dtypes import torch_dtype
 from tasks.models.prepare import find_model
 from tasks.tracking.tracker import Status, Tracker, attempt_tags
 from tasks.training.checkpoints import load_checkpoint, save_checkpoint
-from tasks.training.engine import Engine, StepResult, load_engine
+from tasks.training.engine import Engine, StepData, StepResult, load_engine
 from tasks.training.groups import permute_advantages, with_advantages
 from tasks.training.leader import Goodbye, Leader, batch_metrics
 from tasks.training.memory import check_memory
@@ -70,11 +70,9 @@ class Trainer:
 
     def _step(self, step: int) -> None:
         started = time.monotonic()
-        rows, wait_s = self._leader.take_groups(step, self._say_not_yet) if self._leader else ([], 0.0)
-        groups = self._open(rows, step)
-        train_started = time.monotonic()
-        result = self._update(groups, step)
-        train_s = time.monotonic() - train_started
+        rows, groups, read, wait_s = self._take(step)
+        result = self._update(read, step)
+        train_s = time.monotonic() - started - wait_s
         if self._leader:
             self._leader.ledger.record_span(self._leader.actor, "busy", f"step {step}", train_s)
         publish_s = self._publish(step + 1)
@@ -95,15 +93,65 @@ class Trainer:
                 )
             _log.info("step %d: reward %.3f, %.1f s, waited %.1f s", step, data["reward/mean"], step_s, wait_s)
 
-    def _open(self, rows: list[GroupRow], step: int) -> list[StoredGroup]:
-        """The step's groups, on every rank; rank 0 knows which. Their tokens stay on storage.
+    def _take(self, step: int) -> tuple[list[GroupRow], list[StoredGroup], StepData, float]:
+        """The step's groups in the ledger (on rank 0) and on storage, what this rank trains on, and seconds of waiting.
 
-        From the outlines every rank knows which groups teach something and which answers are its own, and reads those.
+        Payloads that some rank finds damaged or gone are dropped, and the step is decided anew, before any computing.
         """
+        rows, wait_s = self._leader.take_groups(step, self._say_not_yet) if self._leader else ([], 0.0)
+        while True:
+            groups, damaged = self._open(self._share_ids(rows))
+            if not damaged:
+                self._check_staleness(groups, step)
+                read, damaged = self._read(groups, step)
+                if read is not None and not damaged:
+                    return rows, groups, read, wait_s
+            if self._leader:
+                _log.warning("step %d is decided anew without the damaged groups %s", step, damaged)
+                rows, more_s = self._leader.take_groups(step, self._say_not_yet, damaged)
+                wait_s += more_s
+
+    def _share_ids(self, rows: list[GroupRow]) -> list[int]:
+        """The step's groups, on every rank; rank 0 knows which, once it has waited for them."""
         count = self._experiment.workload.prompts_per_step
         while (ids := self._ranks.share([row.group_id for row in rows] or [0] * count)) == [_NOT_YET] * count:
-            pass  # rank 0 still waits for them
-        groups = [open_group(self._run.group_path(group_id)) for group_id in ids]
+            pass
+        return ids
+
+    def _open(self, ids: list[int]) -> tuple[list[StoredGroup], list[int]]:
+        """The groups' outlines, whose tokens stay on storage, and those groups that some rank cannot open.
+
+        From the outlines every rank knows which groups teach something and which answers are its own.
+        """
+        groups, damaged = [], []
+        for group_id in ids:
+            try:
+                groups.append(open_group(self._run.group_path(group_id)))
+            except DamagedPayload as error:
+                _log.warning("%s", error)
+                damaged.append(group_id)
+        return groups, self._told_by_any(ids, damaged)
+
+    def _read(self, groups: list[StoredGroup], step: int) -> tuple[StepData | None, list[int]]:
+        """What this rank trains on, and those groups that some rank cannot read."""
+        batch = with_advantages(groups, self._experiment.algorithm)
+        if self._experiment.algorithm.permute_advantages:
+            batch = permute_advantages(batch, self._experiment.run.seed, step)
+        read, bad = None, None
+        try:
+            read = self._engine.read(batch)
+        except DamagedPayload as error:
+            _log.warning("%s", error)
+            bad = error.path
+        ids = [group.outline.group_id for group in groups]
+        return read, self._told_by_any(ids, [group.outline.group_id for group in groups if group.path == bad])
+
+    def _told_by_any(self, ids: list[int], own: list[int]) -> list[int]:
+        """Those of the groups that this rank or another has named."""
+        marks = self._ranks.gather(torch.tensor([group_id in own for group_id in ids], dtype=torch.int64)).amax(dim=0)
+        return [group_id for group_id, is_named in zip(ids, marks.tolist(), strict=True) if is_named]
+
+    def _check_staleness(self, groups: list[StoredGroup], step: int) -> None:
         bound = self._experiment.workload.max_staleness
         for group in groups:
             # The ledger has the version that the replica reported; the tokens themselves are the proof.
@@ -113,17 +161,13 @@ class Trainer:
                     f"group {group.outline.group_id} has a token of version {oldest}, more than {bound} versions "
                     f"older than step {step}"
                 )
-        return groups
 
     def _say_not_yet(self) -> None:
         """Let the other ranks, which wait for the step's groups in a collective with a deadline, begin another one."""
         self._ranks.share([_NOT_YET] * self._experiment.workload.prompts_per_step)
 
-    def _update(self, groups: list[StoredGroup], step: int) -> StepResult:
-        batch = with_advantages(groups, self._experiment.algorithm)
-        if self._experiment.algorithm.permute_advantages:
-            batch = permute_advantages(batch, self._experiment.run.seed, step)
-        result = self._engine.train_step(batch, step)
+    def _update(self, read: StepData, step: int) -> StepResult:
+        result = self._engine.train(read, step)
         self._skipped_steps = self._skipped_steps + 1 if result.skipped else 0
         if self._skipped_steps == MAX_SKIPPED_STEPS:
             raise UserError(

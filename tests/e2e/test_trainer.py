@@ -1,12 +1,13 @@
 """The trainer's processes against the real ledger, with a replica made of this test's thread."""
 
+import json
 import os
 import signal
 import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -38,11 +39,14 @@ pytestmark = pytest.mark.e2e
 
 
 class FakeReplica(threading.Thread):
-    """Delivers random groups under the newest version for as long as it lives, `limit` at most."""
+    """Delivers random groups under the newest version for as long as it lives, `limit` at most.
 
-    def __init__(self, ledger: Ledger, run: RunDirectory, limit: int) -> None:
+    In the payloads of the groups `damaged` a bit of the last answer is flipped.
+    """
+
+    def __init__(self, ledger: Ledger, run: RunDirectory, limit: int, damaged: Collection[int] = ()) -> None:
         super().__init__(daemon=True)
-        self._ledger, self._run, self._limit = ledger, run, limit
+        self._ledger, self._run, self._limit, self._damaged = ledger, run, limit, damaged
         self._stopped = threading.Event()
 
     def run(self) -> None:
@@ -60,13 +64,24 @@ class FakeReplica(threading.Thread):
                 continue
             self._limit -= 1
             (group,) = random_groups(1, seed=lease.prompt_index, version=lease.version)
-            save_group(self._run.group_path(lease.group_id), replace(group, group_id=lease.group_id))
+            path = self._run.group_path(lease.group_id)
+            save_group(path, replace(group, group_id=lease.group_id))
+            if lease.group_id in self._damaged:
+                flip_a_bit(path)
             tokens = sum(len(t.token_ids) for t in group.trajectories)
             self._ledger.complete_group(actor, lease.group_id, lease.version, 0.5, {"scored": 4}, tokens)
 
     def stop(self) -> None:
         self._stopped.set()
         self.join()
+
+
+def flip_a_bit(path: Path) -> None:
+    """In the last log-probability, which only the rank reads that trains on the last answer."""
+    payload = bytearray(path.read_bytes())
+    start = 8 + int.from_bytes(payload[:8], "little")
+    payload[start + json.loads(payload[8:start])["logprobs"]["data_offsets"][1] - 1] ^= 1
+    path.write_bytes(payload)
 
 
 def make_experiment(model_path: Path, steps: int) -> Experiment:
@@ -97,10 +112,10 @@ def assert_published(run: RunDirectory, version: tuple[int, int], expected: dict
         torch.testing.assert_close(published[name], value, atol=2e-5, rtol=0, msg=name)
 
 
-def test_two_ranks_train_like_one(settings: Settings, tmp_path: Path) -> None:
+def test_two_ranks_train_like_one_and_without_what_either_finds_damaged(settings: Settings, tmp_path: Path) -> None:
     experiment = make_experiment(save_tiny_model(tmp_path / "model"), steps=3)
     run, ledger = make_run(settings, experiment, run_plan(ranks=2, zero_stage=2, micro_batch_tokens=40))
-    replica = FakeReplica(ledger, run, limit=100)
+    replica = FakeReplica(ledger, run, limit=100, damaged={1, 2, 3})
     replica.start()
     argv = [sys.executable, "-m", "tasks.training.trainer", "--run", RUN, "--epoch", "0"]
     argv += ["--attempt", str(assign(ledger, "trainer", run_id=RUN).attempt)]
@@ -109,7 +124,10 @@ def test_two_ranks_train_like_one(settings: Settings, tmp_path: Path) -> None:
 
     assert_published(run, (0, 3), replayed(run, ledger, experiment))
     assert found_checkpoints(run) == [(0, 2), (0, 3)]
+    for rank in (0, 1):
+        assert "is damaged: answer 3 differs" in run.log_path("trainer", 0, rank).read_text()
     progress = ledger.progress(RUN)
+    assert progress.dropped == {"damaged": 3}
     assert (progress.step, progress.consumed, progress.latest_version) == (3, 9, (0, 3))
     assert progress.max_staleness_seen <= experiment.workload.max_staleness
     metrics = ledger.steps(RUN)[-1].metrics

@@ -2,8 +2,10 @@
 
 import asyncio
 import os
+import signal
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -14,13 +16,23 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from planners.costs.memory import CPU_KV_CACHE_BYTES, kv_bytes_per_token
 from planners.workload.model import read_model
-from tasks.rollout.engine import Answer, Sampling
+from tasks.rollout.engine import Answer, EngineDied, Sampling
 from tasks.rollout.vllm.engine import CPU_BLOCK_TOKENS, VllmEngine, cut_into_segments
 
 VOCABULARY = 128
 PROMPT = [token % VOCABULARY for token in range(3, 3 + 7 * 40, 7)]
 SHORT = Sampling(temperature=1.0, max_new_tokens=4, stop_token_ids=())
 LONG = Sampling(temperature=1.0, max_new_tokens=200, stop_token_ids=())
+_SIZES: dict[str, Any] = {
+    "replica": "r0",
+    "lineage": 0,
+    "number": 0,
+    "dtype": "float32",
+    "max_context": 256,
+    "concurrency": 8,
+    "kind": "cpu",
+    "seed": 1,
+}
 
 
 @given(st.lists(st.integers(1, 5), max_size=4))
@@ -62,18 +74,7 @@ def test_weights_change_under_running_requests(tmp_path: Path, one_core: int) ->
 
 async def _live_through_swaps(weights: list[Path], cache_dir: Path, core: int) -> None:
     others = set(psutil.Process().children())
-    engine = await VllmEngine.start(
-        weights[0],
-        replica="r0",
-        lineage=0,
-        number=0,
-        dtype="float32",
-        max_context=256,
-        concurrency=8,
-        kind="cpu",
-        cache_dir=cache_dir,
-        seed=1,
-    )
+    engine = await VllmEngine.start(weights[0], **_SIZES, cache_dir=cache_dir)
     try:
         started = set(psutil.Process().children()) - others
         (process,) = [child for child in started if "resource_tracker" not in str(child.cmdline())]
@@ -90,6 +91,27 @@ async def _live_through_swaps(weights: list[Path], cache_dir: Path, core: int) -
     assert [(await answer).finish_reason for answer in running] == ["aborted"] * len(running)
     await engine.shutdown()
     assert not psutil.pid_exists(process.pid)
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize(("number", "by_itself"), [(signal.SIGSEGV, True), (signal.SIGKILL, False)])
+def test_an_engine_that_is_gone_says_how(
+    tmp_path: Path, one_core: int, number: signal.Signals, by_itself: bool
+) -> None:
+    asyncio.run(_die(_write_model(tmp_path / "model", seed=0), tmp_path / "cache", number, by_itself))
+
+
+async def _die(weights: Path, cache_dir: Path, number: signal.Signals, by_itself: bool) -> None:
+    engine = await VllmEngine.start(weights, **_SIZES, cache_dir=cache_dir)
+    try:
+        running = await _start_long_answers(engine, "last")
+        engine._core.send_signal(number)
+        for answer in [*running, asyncio.create_task(engine.load(0, 1, weights, "continue"))]:
+            with pytest.raises(EngineDied, match=f"EngineCore was ended by {number.name}") as death:
+                await answer
+            assert death.value.by_itself is by_itself
+    finally:
+        await engine.shutdown()
 
 
 def _holds_what_the_planner_computes(engine: VllmEngine, path: Path) -> None:

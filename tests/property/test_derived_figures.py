@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 from sqlalchemy import Row, Table, select
 
 from tasks.exchange.ledger import Ledger, Progress
+from tasks.exchange.ledger.drops import GUILTY_FROM
 from tasks.exchange.ledger.groups import next_step, run_and_groups_out
-from tasks.exchange.ledger.schema import groups, policy_versions, prompts, steps, weight_claims
+from tasks.exchange.ledger.schema import actors, groups, policy_versions, prompts, steps, weight_claims
 from tasks.exchange.trajectories import Outcome
 from tests.support.world import SIZES, World
 
@@ -32,6 +33,7 @@ class Rows:
                 return list(connection.execute(select(table).where(table.c.run_id == run_id)))
 
         self.groups, self.prompts, self.steps = read(groups), read(prompts), read(steps)
+        self.actors = read(actors)
         self.versions, self.claims = read(policy_versions), read(weight_claims)
         self.consumed = [row for row in self.groups if row.state == "consumed"]
 
@@ -58,6 +60,9 @@ class Rows:
             max_staleness_seen=max((row.step - row.version for row in self.consumed), default=0),
             latest_version=None if newest is None else (newest[1], newest[0]),
             reward_mean=sum(last) / len(last) if last else None,
+            accused_prompts=sum(row.deaths > 0 and row.state != "quarantined" for row in self.prompts),
+            deadly_prompts=sum(row.deaths >= GUILTY_FROM and row.state == "quarantined" for row in self.prompts),
+            engine_deaths=sum(row.state == "died" for row in self.actors),
         )
 
     def unused_versions(self) -> set[tuple[int, int]]:

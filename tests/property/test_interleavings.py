@@ -2,7 +2,8 @@
 
 Whatever happens in `tests.support.world`, and whichever answers are lost, no group and no prompt is consumed twice in
 the surviving lineage, no consumed token is older than η or of an abandoned version, no file under a reader is deleted,
-the dead write nothing, who is told to drain begins nothing new and loses nothing, and from every state a fair schedule
+the dead write nothing, who is told to drain begins nothing new and loses nothing, no damaged payload is consumed, no
+question is blamed for deaths of engines unless it has ended two of them alone, and from every state a fair schedule
 ends the run.
 """
 
@@ -15,8 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tasks.exchange.ledger import Ledger
+from tasks.exchange.ledger.drops import GUILTY_FROM
 from tests.support.forgetful import ForgetfulLedger
-from tests.support.world import SIZES, World
+from tests.support.world import SIZES, Replica, World
 
 
 @pytest.fixture(scope="module")
@@ -39,9 +41,68 @@ def test_every_interleaving_keeps_the_rules(
         world.random_action(fail)
     while not world.finished:
         assert world.fair_round(), f"deadlock: {ledger.progress(world.run_id)}"
+    assert world.blamed_alone_twice()
     progress = ledger.progress(world.run_id)
     assert progress.consumed == world.prompts_per_step * world.steps
     assert progress.max_staleness_seen <= world.max_staleness
     if not fail:
         assert progress.dropped == {}
         assert [row.prompt_index for row in ledger.groups(world.run_id)] == list(range(progress.consumed))
+
+
+@pytest.mark.parametrize(("replicas", "concurrency"), [(1, 1), (1, 4), (2, 3)])
+def test_a_question_that_ends_engines_is_found_and_no_other_is_blamed(
+    ledger: Ledger, replicas: int, concurrency: int
+) -> None:
+    """It is asked at every seventh index, and ends whatever engine answers it, with all that is in flight there."""
+    sizes, deadly = (4, 2, 12), 3
+    world = World(ledger, f"run-{len(ledger.list_runs())}", sizes, replicas, random.Random(1), questions=7)
+
+    def answer(replica: Replica) -> None:
+        world.upgrade(replica)
+        while len(replica.in_flight) < concurrency and world.lease(replica):
+            world.name(replica, max(replica.in_flight))
+        if deadly in map(world.question, replica.in_flight):
+            world.engine_dies(replica)
+        while world.complete(replica):
+            pass
+
+    for _ in range(200):
+        for replica in world.replicas:
+            answer(replica)
+        world.take()
+        world.train()
+    assert world.finished
+    rows = ledger.groups(world.run_id)
+    assert deadly not in {world.question(row.group_id) for row in rows if row.state == "consumed"}
+    assert {world.question(row.group_id) for row in rows if row.drop_reason == "quarantined"} == {deadly}
+    progress = ledger.progress(world.run_id)
+    assert (progress.accused_prompts, progress.engine_deaths) == (0, world.deaths)
+    assert progress.quarantined_prompts == 1 + sum(row.drop_reason == "quarantined" for row in rows)
+    assert world.blamed_alone_twice()
+    assert world.deaths <= GUILTY_FROM * replicas
+
+
+def test_an_hour_of_random_kills_and_deaths_quarantines_nothing(ledger: Ledger) -> None:
+    """In ticks of 5 s: answers take 10 s in the mean, each replica is killed every 2 minutes, and dies every 10."""
+    dice = random.Random(0)
+    world = World(ledger, f"run-{len(ledger.list_runs())}", (4, 2, 1000), 2, dice, questions=1000)
+    kills = 0
+    for _ in range(720):
+        for replica in world.replicas:
+            world.upgrade(replica)
+            while len(replica.in_flight) < 4 and world.lease(replica):
+                world.name(replica, max(replica.in_flight))
+            if dice.random() < 1 / 24:
+                kills += world.die_and_return(replica)
+            if dice.random() < 1 / 120:
+                world.engine_dies(replica)
+            for _ in range(sum(dice.random() < 1 / 2 for _ in replica.in_flight)):
+                world.complete(replica)
+        world.take()
+        world.train()
+    progress = ledger.progress(world.run_id)
+    assert kills > 40
+    assert progress.engine_deaths == world.deaths > 5
+    assert progress.consumed > 400
+    assert progress.quarantined_prompts == 0

@@ -160,7 +160,7 @@ def _fill_groups(connection: Connection, first: int, end: int) -> None:
     is_dropped = group % DROPPED_SHARE == DROPPED_SHARE - 1
     rank = group - group // DROPPED_SHARE  # among the groups that were not dropped
     prompt = {"prompt_index": group, "state": case((is_dropped, "quarantined"), else_="held")}
-    prompt |= {"failed_attempts": case((is_dropped, 2), else_=0), "question_key": literal("past")}
+    prompt |= {"failed_attempts": case((is_dropped, 2), else_=0), "deaths": literal(0), "question_key": literal("past")}
     _insert(connection, prompts, rows, prompt)
     facts = {"group_id": group + 1, "prompt_index": group, "lineage": literal(0), **_holder("replica")}
     facts |= {"state": case((is_dropped, "dropped"), else_="consumed"), "lease_key": literal("past")}

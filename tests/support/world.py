@@ -3,16 +3,22 @@
 The model beside the ledger knows what the ledger cannot: the true (lineage, number) of every token, and what lies on
 storage. Every method of `World` is one thing that can happen, and checks what must hold of it. Answers of the ledger
 are lost at random, and what was asked is asked again.
+
+Questions repeat: the one at a prompt index is `index % questions`. Replicas name it, or die before they do.
 """
 
 import random
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 from hypothesis import strategies as st
+from sqlalchemy import select
 
-from tasks.exchange.ledger import Actor, Fenced, Lease, Ledger
+from tasks.exchange.ledger import Actor, Fenced, GroupRow, Lease, Ledger
+from tasks.exchange.ledger.drops import GUILTY_FROM
+from tasks.exchange.ledger.schema import prompts
 from tests.support.ledger import begin, fence, join, supervisor_of
 
 Version = tuple[int, int]
@@ -34,8 +40,16 @@ class Replica:
 class World:
     """Replicas and a trainer on one ledger; every method is one thing that can happen."""
 
-    def __init__(self, ledger: Ledger, run_id: str, sizes: tuple[int, int, int], replicas: int, dice: random.Random):
-        self.ledger, self.run_id, self.dice = ledger, run_id, dice
+    def __init__(
+        self,
+        ledger: Ledger,
+        run_id: str,
+        sizes: tuple[int, int, int],
+        replicas: int,
+        dice: random.Random,
+        questions: int = 3,
+    ) -> None:
+        self.ledger, self.run_id, self.dice, self.questions = ledger, run_id, dice, questions
         self.prompts_per_step, self.max_staleness, self.steps = sizes
         begin(ledger, run_id, sizes)
         self.trainer = self.register("trainer", 0)
@@ -47,6 +61,10 @@ class World:
         self.consumed: dict[int, list[int]] = {}
         self.tokens: dict[int, list[Version]] = {}
         self.prompt_of: dict[int, int] = {}
+        self.damaged: set[int] = set()
+        self.deaths = 0
+        self.died_alone: Counter[int] = Counter()
+        """How often a question was the only one in flight when an engine died."""
         self.publish()
         self.replicas = [Replica(self.register("replica", slot)) for slot in range(replicas)]
 
@@ -77,7 +95,27 @@ class World:
         if rows is None:
             return False
         assert self.ledger.take_groups(self.trainer, self.trained) == rows
+        self._consume(rows)
+        return True
+
+    def find_damage(self) -> bool:
+        """Payloads of the step that was taken cannot be read; some rank says so."""
+        if not self.taken:
+            return False
+        ids = self.consumed.pop(self.trained)
+        damaged = set(self.dice.sample(ids, self.dice.randint(1, len(ids))))
+        self.damaged |= damaged
+        self.taken = False
+        rows = self.ledger.drop_damaged(self.trainer, self.trained, damaged)
+        assert self.ledger.drop_damaged(self.trainer, self.trained, damaged) == rows
+        if rows is not None:
+            self._consume(rows)
+        return True
+
+    def _consume(self, rows: list[GroupRow]) -> None:
+        """A step was decided."""
         self.consumed[self.trained] = [row.group_id for row in rows]
+        assert self.damaged.isdisjoint(self.consumed[self.trained])
         every = [group_id for step in self.consumed.values() for group_id in step]
         assert len(rows) == self.prompts_per_step
         assert len(set(every)) == len(every) == len({self.prompt_of[group_id] for group_id in every})
@@ -86,7 +124,6 @@ class World:
             for _, number in self.tokens[row.group_id]:
                 assert 0 <= self.trained - number <= self.max_staleness
         self.taken = True
-        return True
 
     def train(self) -> bool:
         if not self.taken:
@@ -194,12 +231,19 @@ class World:
             self.ledger.drop_group(replica.actor, group_id, reason)
         return True
 
+    def question(self, group_id: int) -> int:
+        return self.prompt_of[group_id] % self.questions
+
     def name_question(self, replica: Replica) -> bool:
         """There are few questions, so one that is quarantined comes back."""
         if not replica.in_flight:
             return False
         group_id = self.dice.choice(list(replica.in_flight))
-        key = f"question-{self.prompt_of[group_id] % 3}"
+        return self.name(replica, group_id)
+
+    def name(self, replica: Replica, group_id: int) -> bool:
+        """Name the question of one group, which is not answered where that is not wanted."""
+        key = f"question-{self.question(group_id)}"
         is_wanted = self.ledger.name_question(replica.actor, group_id, key)
         assert self.ledger.name_question(replica.actor, group_id, key) == is_wanted
         if not is_wanted:
@@ -222,7 +266,7 @@ class World:
             return False
         self.ledger.finish(replica.actor, "done")
         replica.actor = self.register("replica", replica.actor.slot)
-        self.begin_anew(replica)
+        self._begin_again(replica)
         return True
 
     def die_and_return(self, replica: Replica) -> bool:
@@ -238,12 +282,35 @@ class World:
                 self.ledger.complete_group(zombie, group_id, 0, 0.5, {}, 9)
         if replica.actor == zombie:
             replica.actor = self.register("replica", zombie.slot)
-        self.payloads |= replica.in_flight.keys()  # it may have died after it wrote them
-        self.begin_anew(replica)
+        self._begin_again(replica)
         return True
 
-    def begin_anew(self, replica: Replica) -> None:
-        """What another attempt does first: it takes the newest version."""
+    def engine_dies(self, replica: Replica) -> bool:
+        """It ends by itself, whatever it was answering, and somebody has seen it."""
+        held = [row.group_id for row in self.ledger.groups(self.run_id) if row.state == "leased"]
+        lost = [group_id for group_id in replica.in_flight if group_id in held]
+        if len(lost) == 1:
+            self.died_alone[self.question(lost[0])] += 1
+        self.deaths += 1
+        for _ in range(self.dice.randint(1, 2)):
+            self.ledger.finish(replica.actor, "died", "SIGSEGV")
+        replica.actor = self.register("replica", replica.actor.slot)
+        self._begin_again(replica)
+        return True
+
+    def blamed_alone_twice(self) -> bool:
+        """Whether whoever is in quarantine for the death of engines has ended two of them alone."""
+        with self.ledger.read() as connection:
+            deadly = connection.scalars(
+                select(prompts.c.prompt_index).where(
+                    prompts.c.run_id == self.run_id, prompts.c.state == "quarantined", prompts.c.deaths >= GUILTY_FROM
+                )
+            ).all()
+        return all(self.died_alone[index % self.questions] >= 2 for index in deadly)
+
+    def _begin_again(self, replica: Replica) -> None:
+        """The next attempt of the slot holds nothing and has the newest version."""
+        self.payloads |= replica.in_flight.keys()  # it may have died after it wrote them
         replica.in_flight, replica.claimed, replica.loading, replica.draining = {}, None, False, False
         latest = self.ledger.latest_version(self.run_id)
         assert latest is not None
@@ -261,6 +328,8 @@ class World:
                 lambda: self.drop(replica),
                 lambda: self.die_and_return(replica),
                 lambda: self.name_question(replica),
+                lambda: self.engine_dies(replica),
+                self.find_damage,
             ]
             return self.dice.choice(failures)()
         actions = [

@@ -13,6 +13,7 @@ from typing import Any
 from sqlalchemy import ColumnElement, Connection, Row, Select, and_, delete, func, insert, select, update
 
 from tasks.exchange.ledger.database import Database, now_s
+from tasks.exchange.ledger.drops import ENGINE_DIED, LEASE_LOST, drop_groups
 from tasks.exchange.ledger.fence import (
     ACTIVE,
     OPEN,
@@ -23,7 +24,6 @@ from tasks.exchange.ledger.fence import (
     require_supervisor,
     rows_of,
 )
-from tasks.exchange.ledger.groups import LEASE_LOST, drop_groups
 from tasks.exchange.ledger.rows import Actor, ActorRow, Beat, Fenced, Process
 from tasks.exchange.ledger.schema import actors, evaluations, groups, runs, weight_claims
 
@@ -149,17 +149,27 @@ class Actors(Database):
             return connection.scalar(select(actors.c.state).where(*rows_of(actor, actors))) in OPEN
 
     def finish(self, actor: Actor, state: str, message: str = "") -> None:
-        """Say that the actor is done or failed. What it still holds is given out again; the first word counts.
+        """Say how the actor has ended. What it still holds is given out again; the first word counts.
+
+        Args:
+            actor: who has ended.
+            state: "done"; "failed"; or "died", which is for whoever has seen that the process, or that of its engine,
+                ended without a word and that nobody from outside ended it. All that it was answering is accused, except
+                beside an evaluation, which may be at fault as well.
+            message: why, for people.
 
         Raises:
             Fenced: this attempt is no longer current.
         """
-        if state not in ("done", "failed"):
-            raise ValueError(f"an actor ends as done or failed, not {state}")
+        if state not in ("done", "failed", "died"):
+            raise ValueError(f"an actor ends as done, failed or died, not {state}")
         with self.write(actor.run_id) as connection:
             if require_current(connection, actor) in ACTIVE:
                 values = {"state": state, "message": message, "heartbeat_s": now_s()}
                 connection.execute(update(actors).where(*rows_of(actor, actors)).values(**values))
+                if state == "died" and not _evaluates(connection, actor):
+                    leases = and_(*rows_of(actor, groups), groups.c.state == "leased")
+                    drop_groups(connection, actor.run_id, leases, ENGINE_DIED)
                 end_slots(connection, actor.run_id, actors.c.role == actor.role, actors.c.slot == actor.slot)
 
     def fence(self, supervisor: Actor, actor: Actor, seen_serial: int | None = None) -> ActorRow | None:
@@ -256,6 +266,11 @@ def _release(connection: Connection, run_id: str, role: str, slot: int) -> None:
         )
         .values(state="requested")
     )
+
+
+def _evaluates(connection: Connection, actor: Actor) -> bool:
+    claimed = (*rows_of(actor, evaluations), evaluations.c.state == "claimed")
+    return connection.scalar(select(evaluations.c.purpose).where(*claimed).limit(1)) is not None
 
 
 def _assigned_by(connection: Connection, actor: Actor) -> int | None:

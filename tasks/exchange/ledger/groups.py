@@ -10,7 +10,7 @@ there be at most (η + 1)·B: no call reads more the longer the run gets. Who as
 a writing transaction, which makes others wait, only where it can succeed.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,26 +20,35 @@ from sqlalchemy import (
     Row,
     and_,
     bindparam,
-    case,
     delete,
     exists,
     func,
     insert,
     or_,
     select,
-    true,
     update,
 )
 
 from planners.errors import UserError
 from planners.staleness import choose_groups, may_lease
 from tasks.exchange.ledger.database import OUTAGE_S, Database, now_s
+from tasks.exchange.ledger.drops import (
+    ABANDONED,
+    DAMAGED,
+    QUARANTINED,
+    STALE,
+    SUSPECTED,
+    acquit,
+    becomes_suspect,
+    drop_groups,
+    may_hold_another,
+    waiting_suspect,
+)
 from tasks.exchange.ledger.fence import OPEN, require_active, require_supervisor, rows_of, run_of
 from tasks.exchange.ledger.rows import Actor, GroupRow, Lease, RunRow, columns_of
 from tasks.exchange.ledger.schema import (
     actors,
     consumed_steps,
-    drops,
     evaluations,
     groups,
     is_open,
@@ -53,14 +62,6 @@ from tasks.exchange.ledger.schema import (
 )
 from tasks.exchange.ledger.versions import newest_possible_version, usable_version
 from tasks.exchange.trajectories import Outcome
-
-ABANDONED = "abandoned"
-ABORTED = "aborted"
-LEASE_LOST = "lease_lost"
-STALE = "stale"
-QUARANTINED = "quarantined"
-NOT_THE_PROMPTS_FAULT = frozenset({ABANDONED, ABORTED, LEASE_LOST, STALE})
-"""Reasons that do not count towards a prompt's quarantine: long answers are lost more often, and must not be biased."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +82,7 @@ class Groups(Database):
         self._refused: set[Actor] = set()
 
     def lease_group(self, actor: Actor, loaded_version: int, key: str) -> Lease | None:
-        """Lease the next prompt to a replica: dropped prompts first, then a new one; quarantined ones never.
+        """Lease the next prompt to a replica: a suspect, else a dropped one, else a new one; quarantined ones never.
 
         Args:
             actor: the replica.
@@ -91,7 +92,7 @@ class Groups(Database):
 
         Returns:
             None while the gate is shut, all groups of the run are out, the run is not running, the replica still has a
-            policy that a resume abandoned, or is to drain or leave. Ask again later.
+            policy that a resume abandoned, is to drain or leave, or is to be alone with a suspect. Ask again later.
 
         Raises:
             Fenced: this attempt is no longer current.
@@ -126,8 +127,8 @@ class Groups(Database):
             key: the question's stable key from its source, the same at every prompt index that asks it.
 
         Returns:
-            False if the group is not to be answered: that question is quarantined, and so is this prompt now, or the
-            group was dropped meanwhile.
+            False if the group is not to be answered: that question is quarantined, and so is this prompt now; or it is
+            a suspect at another index, and so to be tried alone here too; or the group was dropped meanwhile.
 
         Raises:
             Fenced: this attempt is no longer current.
@@ -144,7 +145,9 @@ class Groups(Database):
             connection.execute(update(prompts).where(this).values(question_key=key))
             if bad is not None:
                 drop_groups(connection, actor.run_id, groups.c.group_id == group_id, QUARANTINED)
-        return bad is None
+            elif is_suspect := becomes_suspect(connection, actor.run_id, group_id, key):
+                drop_groups(connection, actor.run_id, groups.c.group_id == group_id, SUSPECTED)
+        return bad is None and not is_suspect
 
     def complete_group(
         self,
@@ -190,6 +193,7 @@ class Groups(Database):
             facts: dict[str, Any] = {"version": oldest_version, "newest_version": newest, "reward_mean": reward_mean}
             facts |= {"response_tokens": response_tokens, "completed_s": now_s(), **answers}
             connection.execute(update(groups).where(*_is(actor.run_id, group_id)).values(state="scored", **facts))
+            acquit(connection, actor.run_id, group_id)
         return True
 
     def drop_group(self, actor: Actor, group_id: int, reason: str) -> None:
@@ -224,21 +228,31 @@ class Groups(Database):
             if not _stale(waiting, run, step) and _choice(waiting, run, step) is None:
                 return None
         with self.write(actor.run_id) as connection:
+            return _decided(connection, actor, step) or _decide(connection, actor.run_id, step)
+
+    def drop_damaged(self, actor: Actor, step: int, damaged: Collection[int]) -> list[GroupRow] | None:
+        """Drop groups that `step` has taken and whose payloads cannot be read, and choose the step's groups anew.
+
+        The others of the step are free again, and may be chosen again. Asking again, after an answer that was lost,
+        takes nothing back a second time.
+
+        Returns:
+            The groups that the step consumes now, or None if it has to wait: see `take_groups`.
+
+        Raises:
+            Fenced: this trainer is no longer current.
+            ValueError: `step` is neither the last one consumed nor the one after it.
+        """
+        with self.write(actor.run_id) as connection:
             decided = _decided(connection, actor, step)
-            if decided:
+            if decided and {row.group_id for row in decided}.isdisjoint(damaged):
                 return decided
-            run, waiting = run_of(connection, actor.run_id), _open_groups(connection, actor.run_id)
-            if stale := _stale(waiting, run, step):
-                drop_groups(connection, run.run_id, groups.c.version + run.max_staleness < step, STALE)
-            chosen = _choice([group for group in waiting if group not in stale], run, step)
-            if chosen is None:
-                return None
-            consume = update(groups).where(groups.c.run_id == run.run_id, groups.c.group_id == bindparam("chosen_id"))
-            places = [{"chosen_id": group_id, "chosen_place": place} for place, group_id in enumerate(chosen)]
-            values = {"state": "consumed", "step": step, "place": bindparam("chosen_place")}
-            connection.execute(consume.values(**values), places)
-            _record_totals(connection, run.run_id, step)
-            return _consumed_by(connection, run.run_id, step)
+            if decided:
+                if next_step(connection, actor.run_id) != step + 1:
+                    raise ValueError(f"step {step} of run {actor.run_id} is not the last one that has consumed groups")
+                _take_back(connection, actor.run_id, step)
+                drop_groups(connection, actor.run_id, groups.c.group_id.in_(sorted(damaged)), DAMAGED)
+            return _decide(connection, actor.run_id, step)
 
     def resume_from(self, supervisor: Actor, step: int, key: str) -> int:
         """Go back to the checkpoint of `step`, the next step to train, in a new lineage; one transaction.
@@ -283,14 +297,9 @@ class Groups(Database):
                 .where(policy_versions.c.run_id == run_id, policy_versions.c.number > step, survives)
                 .values(state="abandoned")
             )
-            connection.execute(
-                update(groups)
-                .where(groups.c.run_id == run_id, groups.c.step >= step)
-                .values(state="scored", step=None, place=None)
-            )
+            _take_back(connection, run_id, step)
             drop_groups(connection, run_id, _may_have_token_above(step), ABANDONED)
-            for table in (steps, consumed_steps):
-                connection.execute(delete(table).where(table.c.run_id == run_id, table.c.step >= step))
+            connection.execute(delete(steps).where(steps.c.run_id == run_id, steps.c.step >= step))
             _record_last_step(connection, run, step)
             connection.execute(delete(evaluations).where(evaluations.c.run_id == run_id, evaluations.c.version > step))
         return run.lineage + 1
@@ -330,31 +339,6 @@ def run_and_groups_out(connection: Connection, run_id: str) -> tuple[RunRow, int
     return run, run.prompts_per_step * steps_consumed + groups_open
 
 
-def drop_groups(connection: Connection, run_id: str, condition: ColumnElement[bool], reason: str) -> None:
-    """Drop all open groups of the run that meet `condition`, and let their prompts wait or go into quarantine.
-
-    They go there after too many failed attempts, or because their question is there.
-    """
-    doomed = and_(groups.c.run_id == run_id, is_open, condition)
-    failed = prompts.c.failed_attempts + (0 if reason in NOT_THE_PROMPTS_FAULT else 1)
-    limit = select(runs.c.max_attempts_per_prompt).where(runs.c.run_id == run_id).scalar_subquery()
-    is_given_up = true() if reason == QUARANTINED else failed >= limit
-    next_states = connection.scalars(
-        update(prompts)
-        .where(prompts.c.run_id == run_id, prompts.c.prompt_index.in_(select(groups.c.prompt_index).where(doomed)))
-        .values(failed_attempts=failed, state=case((is_given_up, QUARANTINED), else_="waiting"))
-        .returning(prompts.c.state)
-    ).all()
-    if not next_states:
-        return
-    connection.execute(update(groups).where(doomed).values(state="dropped", drop_reason=reason))
-    counted = {"groups": len(next_states), "quarantined_prompts": next_states.count(QUARANTINED)}
-    this = (drops.c.run_id == run_id, drops.c.reason == reason)
-    more = {name: drops.c[name] + count for name, count in counted.items()}
-    if connection.execute(update(drops).where(*this).values(**more)).rowcount == 0:
-        connection.execute(insert(drops).values(run_id=run_id, reason=reason, **counted))
-
-
 def _fence_trainers(connection: Connection, run_id: str) -> None:
     """A trainer that only looked dead must not write its weights into the new lineage when it wakes up."""
     trainers = and_(actors.c.run_id == run_id, actors.c.role == "trainer", actors.c.state.in_(OPEN))
@@ -387,7 +371,9 @@ def _admission(connection: Connection, actor: Actor, loaded_version: int) -> tup
     version = usable_version(connection, actor, loaded_version)
     if run.state != "running" or version is None or out >= run.steps * run.prompts_per_step:
         return None
-    return (run, version) if may_lease(out, version, run.prompts_per_step, run.max_staleness) else None
+    if not may_lease(out, version, run.prompts_per_step, run.max_staleness):
+        return None
+    return (run, version) if may_hold_another(connection, actor) else None
 
 
 def _lease_under(connection: Connection, actor: Actor, key: str) -> Lease | None:
@@ -400,8 +386,10 @@ def _lease_under(connection: Connection, actor: Actor, key: str) -> Lease | None
 
 def _hold_prompt(connection: Connection, run_id: str) -> int:
     of_run = prompts.c.run_id == run_id
-    first = select(prompts.c.prompt_index).where(of_run, is_waiting).order_by(prompts.c.prompt_index).limit(1)
-    waiting = connection.scalar(first)
+    waiting = waiting_suspect(connection, run_id)
+    if waiting is None:
+        first = select(prompts.c.prompt_index).where(of_run, is_waiting).order_by(prompts.c.prompt_index).limit(1)
+        waiting = connection.scalar(first)
     if waiting is not None:
         connection.execute(update(prompts).where(of_run, prompts.c.prompt_index == waiting).values(state="held"))
         return int(waiting)
@@ -409,7 +397,8 @@ def _hold_prompt(connection: Connection, run_id: str) -> int:
         select(prompts.c.prompt_index).where(of_run).order_by(prompts.c.prompt_index.desc()).limit(1)
     )
     new = 0 if last is None else int(last) + 1
-    connection.execute(insert(prompts).values(run_id=run_id, prompt_index=new, state="held", failed_attempts=0))
+    values = {"state": "held", "failed_attempts": 0, "deaths": 0}
+    connection.execute(insert(prompts).values(run_id=run_id, prompt_index=new, **values))
     return new
 
 
@@ -432,6 +421,29 @@ def _decided(connection: Connection, actor: Actor, step: int) -> list[GroupRow]:
     if not decided and step != expected:
         raise ValueError(f"step {step} of run {actor.run_id} asks for groups, but the next step is {expected}")
     return decided
+
+
+def _decide(connection: Connection, run_id: str, step: int) -> list[GroupRow] | None:
+    """Drop what is stale, and let `step` consume its groups; None if it has to wait."""
+    run, waiting = run_of(connection, run_id), _open_groups(connection, run_id)
+    if stale := _stale(waiting, run, step):
+        drop_groups(connection, run_id, groups.c.version + run.max_staleness < step, STALE)
+    chosen = _choice([group for group in waiting if group not in stale], run, step)
+    if chosen is None:
+        return None
+    consume = update(groups).where(groups.c.run_id == run_id, groups.c.group_id == bindparam("chosen_id"))
+    places = [{"chosen_id": group_id, "chosen_place": place} for place, group_id in enumerate(chosen)]
+    values = {"state": "consumed", "step": step, "place": bindparam("chosen_place")}
+    connection.execute(consume.values(**values), places)
+    _record_totals(connection, run_id, step)
+    return _consumed_by(connection, run_id, step)
+
+
+def _take_back(connection: Connection, run_id: str, step: int) -> None:
+    """Let the groups that `step` and later ones have consumed wait to be consumed again."""
+    consumed = (groups.c.run_id == run_id, groups.c.step >= step)
+    connection.execute(update(groups).where(*consumed).values(state="scored", step=None, place=None))
+    connection.execute(delete(consumed_steps).where(consumed_steps.c.run_id == run_id, consumed_steps.c.step >= step))
 
 
 def _open_groups(connection: Connection, run_id: str) -> list[_Open]:

@@ -4,13 +4,23 @@ import json
 from collections.abc import Collection
 from typing import Any
 
-from sqlalchemy import Connection, Row, and_, delete, func, insert, or_, select, update
+from sqlalchemy import ColumnElement, Connection, Row, Table, and_, delete, func, insert, or_, select, update
 
 from tasks.exchange.ledger.database import Database, now_s
+from tasks.exchange.ledger.drops import ENGINE_DIED, GUILTY_FROM, QUARANTINED
 from tasks.exchange.ledger.fence import require_active, require_current, require_supervisor, rows_of, run_of
 from tasks.exchange.ledger.groups import last_totals, next_step
-from tasks.exchange.ledger.rows import Actor, Evaluation, EvaluationRow, Progress, SpanRow, StepRow, columns_of
-from tasks.exchange.ledger.schema import drops, evaluations, groups, is_open, spans, steps
+from tasks.exchange.ledger.rows import (
+    Actor,
+    Evaluation,
+    EvaluationRow,
+    Progress,
+    QuarantinedPrompt,
+    SpanRow,
+    StepRow,
+    columns_of,
+)
+from tasks.exchange.ledger.schema import actors, drops, evaluations, groups, is_accused, is_open, prompts, spans, steps
 from tasks.exchange.ledger.versions import newest_live_version, usable_version
 from tasks.exchange.trajectories import Outcome
 
@@ -169,6 +179,14 @@ class Reports(Database):
                 disposable.update(connection.scalars(query))
         return disposable
 
+    def quarantined_prompts(self, run_id: str) -> list[QuarantinedPrompt]:
+        """The prompts that are not asked any more, in order; for a report, since it looks at all prompts."""
+        query = select(prompts.c.prompt_index, prompts.c.question_key, prompts.c.deaths >= GUILTY_FROM)
+        given_up = (prompts.c.run_id == run_id, prompts.c.state == QUARANTINED)
+        with self.read() as connection:
+            rows = connection.execute(query.where(*given_up).order_by(prompts.c.prompt_index))
+            return [QuarantinedPrompt(index, key, bool(ended)) for index, key, ended in rows]
+
     def progress(self, run_id: str) -> Progress:
         """How far the run is, in one consistent reading of what is open, what is new, and the totals."""
         with self.read() as connection:
@@ -180,6 +198,8 @@ class Reports(Database):
                 select(steps.c.step).where(steps.c.run_id == run_id).order_by(steps.c.step.desc()).limit(1)
             )
             latest = newest_live_version(connection, run_id)
+            accused = _count(connection, prompts, prompts.c.run_id == run_id, is_accused)
+            died = _count(connection, actors, actors.c.run_id == run_id, actors.c.state == "died")
         consumed = 0 if totals is None else run.prompts_per_step * (int(totals.step) + 1)
         states = {"consumed": consumed, "dropped": sum(row.groups for row in dropped)}
         states |= {state: opened[state].groups if state in opened else 0 for state in ("leased", "scored")}
@@ -190,6 +210,9 @@ class Reports(Database):
             dropped={row.reason: row.groups for row in dropped},
             outcomes={outcome.value: _answers(outcome, totals, opened.get("scored")) for outcome in Outcome},
             quarantined_prompts=sum(row.quarantined_prompts for row in dropped),
+            accused_prompts=accused,
+            deadly_prompts=sum(row.quarantined_prompts for row in dropped if row.reason == ENGINE_DIED),
+            engine_deaths=died,
             response_tokens=totals.response_tokens if totals else 0,
             consumed=consumed,
             max_staleness_seen=totals.max_staleness if totals else 0,
@@ -214,6 +237,10 @@ def _open_by_state(connection: Connection, run_id: str) -> dict[str, Row[Any]]:
     sums = [func.sum(groups.c[f"{outcome}_answers"]).label(f"{outcome}_answers") for outcome in Outcome]
     query = select(groups.c.state, func.count().label("groups"), *sums).where(groups.c.run_id == run_id, is_open)
     return {row.state: row for row in connection.execute(query.group_by(groups.c.state))}
+
+
+def _count(connection: Connection, table: Table, *which: ColumnElement[bool]) -> int:
+    return connection.scalar(select(func.count()).select_from(table).where(*which)) or 0
 
 
 def _answers(outcome: Outcome, *rows: Row[Any] | None) -> int:

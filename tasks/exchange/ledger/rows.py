@@ -69,7 +69,7 @@ class MachineRow:
 
 @dataclass(frozen=True, slots=True)
 class ActorRow:
-    """An actor. `state` is assigned, starting, running, done, failed or fenced.
+    """An actor. `state` is assigned, starting, running, done, failed, died or fenced.
 
     Attributes:
         pid: process that has registered; None before, as `machine` and `process_key`.
@@ -191,6 +191,22 @@ class StepRow:
 
 
 @dataclass(frozen=True, slots=True)
+class QuarantinedPrompt:
+    """A prompt that is not asked any more.
+
+    Attributes:
+        prompt_index: the prompt.
+        question_key: its question's key; None where it had none yet.
+        ended_engines: whether that is for the engines that it ended; else it failed too often, or its question is in
+            quarantine.
+    """
+
+    prompt_index: int
+    question_key: str | None
+    ended_engines: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Progress:
     """How far a run is, all of it derived from its rows.
 
@@ -200,7 +216,12 @@ class Progress:
         groups: groups by state; every state is there.
         dropped: dropped groups by reason.
         outcomes: answers by outcome (scored, timeout, error, truncated), over completed groups that were not dropped.
-        quarantined_prompts: prompts given up after too many failed attempts.
+        quarantined_prompts: prompts given up: for too many failed attempts, for the engines that they ended, or because
+            their question was given up at another index.
+        accused_prompts: prompts that were being answered when an engine died, and were neither answered nor given up
+            since.
+        deadly_prompts: those of `quarantined_prompts` that ended engines.
+        engine_deaths: attempts that have died, see `Actors.finish`.
         response_tokens: tokens in the answers of consumed groups.
         consumed: groups consumed.
         max_staleness_seen: largest step − version over consumed groups; 0 before there are any.
@@ -219,6 +240,9 @@ class Progress:
     max_staleness_seen: int
     latest_version: tuple[int, int] | None
     reward_mean: float | None
+    accused_prompts: int = 0
+    deadly_prompts: int = 0
+    engine_deaths: int = 0
 
 
 def columns_of(row_type: type, table: Table) -> list[Column[Any]]:

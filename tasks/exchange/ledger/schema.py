@@ -28,6 +28,7 @@ from sqlalchemy import (
     Table,
     Text,
     UniqueConstraint,
+    and_,
     literal_column,
 )
 
@@ -113,7 +114,7 @@ actors = Table(
     Column("loaded_number", Integer),
     Column("heartbeat_s", Float, nullable=False),
     CheckConstraint(
-        "state IN ('assigned', 'starting', 'running', 'done', 'failed', 'fenced')",
+        "state IN ('assigned', 'starting', 'running', 'done', 'failed', 'died', 'fenced')",
         name="actor_state",
     ),
     CheckConstraint("(role = 'supervisor') = (assigned_by IS NULL)", name="supervisors_assign"),
@@ -166,12 +167,15 @@ prompts = Table(
     Column("prompt_index", Integer, primary_key=True),
     Column("state", String, nullable=False),
     Column("failed_attempts", Integer, nullable=False),
+    Column("deaths", Integer, nullable=False),
     Column("question_key", String),
     CheckConstraint("state IN ('waiting', 'held', 'quarantined')", name="prompt_state"),
     Index("prompts_by_question", "run_id", "question_key", "state"),
 )
 is_waiting = in_states(prompts.c.state, "waiting")
 _partial_index("waiting_prompts", prompts.c.run_id, prompts.c.prompt_index, where=is_waiting)
+is_accused = and_(in_states(prompts.c.state, "waiting", "held"), prompts.c.deaths > literal_column("0"))
+_partial_index("accused_prompts", prompts.c.run_id, prompts.c.question_key, where=is_accused)
 
 groups = Table(
     "groups",

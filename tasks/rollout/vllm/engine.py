@@ -12,7 +12,9 @@ Invariants:
 
 import asyncio
 import os
-from collections.abc import Sequence
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -21,8 +23,9 @@ import psutil
 
 from planners.costs.memory import CPU_KV_CACHE_BYTES
 from tasks.exchange.trajectories import Segment
+from tasks.machine.deaths import Watch, how_it_ended
 from tasks.machine.processes import kill_processes
-from tasks.rollout.engine import Answer, FinishReason, InFlight, Sampling
+from tasks.rollout.engine import Answer, EngineDied, FinishReason, InFlight, Sampling
 
 if TYPE_CHECKING:
     from vllm.outputs import CompletionOutput
@@ -48,11 +51,16 @@ _FINISH_REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length", 
 class VllmEngine:
     """An `Engine` (tasks/rollout/engine.py) on one device: the CPU cores this process may use, or the first GPU."""
 
-    def __init__(self, llm: "AsyncLLM", core: psutil.Process, replica: str, loaded: tuple[int, int]) -> None:
+    def __init__(
+        self, llm: "AsyncLLM", core: psutil.Process, replica: str, loaded: tuple[int, int], watch: Watch
+    ) -> None:
         self.replica = replica
         self.loaded = loaded
         self._llm = llm
         self._core = core
+        # Its parent object, which alone hears its exit status.
+        (self._core_process,) = llm.engine_core.resources.engine_manager.processes  # type: ignore[attr-defined]
+        self._watch = watch
         self._in_flight: set[str] = set()
         self._aborted: set[str] = set()
         self._is_idle = asyncio.Event()
@@ -98,11 +106,12 @@ class VllmEngine:
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
+        watch = Watch()
         arguments = _engine_arguments(model_path, dtype, max_context, concurrency, kind, seed)
         arguments["tensor_parallel_size"] = tensor_parallel
         llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
         (core_pid,) = await llm.collective_rpc("process_id")
-        engine = cls(llm, psutil.Process(core_pid), replica, (lineage, number))
+        engine = cls(llm, psutil.Process(core_pid), replica, (lineage, number), watch)
         del llm  # A library imported above keeps this frame, and `shutdown` wants to free the object.
         try:
             await engine._llm.update_weight_version(_label(lineage, number))
@@ -117,7 +126,7 @@ class VllmEngine:
 
         Raises:
             ValueError: the id is in flight already, or the prompt leaves no room within max_context.
-            vllm.v1.engine.exceptions.EngineDeadError: EngineCore is gone.
+            EngineDied: EngineCore is gone.
         """
         if request_id in self._in_flight:
             raise ValueError(f"Request {request_id} is in flight already: ids are unique among running requests.")
@@ -126,7 +135,8 @@ class VllmEngine:
         try:
             while True:
                 restarts = self._restarts
-                completion = await self._complete(request_id, prompt_ids, sampling)
+                async with self._telling_of_its_death():
+                    completion = await self._complete(request_id, prompt_ids, sampling)
                 stopped_by_swap = completion.finish_reason == "abort" and self._restarts > restarts
                 if not stopped_by_swap or request_id in self._aborted:
                     break
@@ -160,13 +170,14 @@ class VllmEngine:
 
         Raises:
             TimeoutError: LOAD_DEADLINE_S passed.
+            EngineDied: EngineCore is gone.
         """
         if lineage != self.loaded[0]:
             in_flight = "restart"
         if in_flight == "restart":
             self._restarts += 1
         try:
-            async with asyncio.timeout(LOAD_DEADLINE_S):
+            async with self._telling_of_its_death(), asyncio.timeout(LOAD_DEADLINE_S):
                 if in_flight == "drain":
                     # vLLM's own wait is for answers that it computes: those that queue would begin with new weights.
                     await self._is_idle.wait()
@@ -198,6 +209,22 @@ class VllmEngine:
             del self._llm
         finally:
             kill_processes({self._core})
+
+    @asynccontextmanager
+    async def _telling_of_its_death(self) -> AsyncIterator[None]:
+        """Say how EngineCore ended where vLLM only knows that it did."""
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        try:
+            yield
+        except EngineDeadError as error:
+            deadline = time.monotonic() + SHUTDOWN_DEADLINE_S
+            while (status := self._core_process.exitcode) is None and time.monotonic() < deadline:
+                await asyncio.sleep(0.05)
+            if status is None:
+                raise EngineDied("vLLM's EngineCore gave up but has not ended", by_itself=True) from error
+            message = f"vLLM's EngineCore {how_it_ended(status)}"
+            raise EngineDied(message, by_itself=self._watch.ended_by_itself(status)) from error
 
     async def _complete(self, request_id: str, prompt_ids: Sequence[int], sampling: Sampling) -> "CompletionOutput":
         from vllm import SamplingParams

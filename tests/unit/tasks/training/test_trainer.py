@@ -1,5 +1,6 @@
 """The trainer's loop and its leader against the real ledger."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
@@ -18,12 +19,12 @@ from tasks.exchange.payloads import save_group
 from tasks.lifecycle.scope import ActorScope
 from tasks.tracking.tracker import Tracker
 from tasks.training.checkpoints import found_checkpoints, resume_point
-from tasks.training.engine import Engine, StepResult
+from tasks.training.engine import Engine, StepData, StepResult
 from tasks.training.leader import Leader, batch_metrics
 from tasks.training.packing import TrainingGroup
 from tasks.training.trainer import Trainer
 from tests.support.checkpoints import make_checkpoint
-from tests.support.ledger import a_process, go_back, join
+from tests.support.ledger import a_process, go_back, join, lease, score, take
 from tests.support.trainer import RUN, make_run
 from tests.support.training import one_rank, random_groups, save_tiny_model
 
@@ -38,7 +39,12 @@ class StubEngine:
     def state_dict(self, dtype: torch.dtype) -> dict[str, torch.Tensor]:
         return {}
 
-    def train_step(self, groups: list[TrainingGroup], step: int) -> StepResult:
+    def read(self, groups: list[TrainingGroup]) -> StepData:
+        for group in groups:
+            group.read()
+        return StepData([], [])
+
+    def train(self, data: StepData, step: int) -> StepResult:
         self.steps.append(step)
         return StepResult({}, updates=1, skipped=next(self._skipped))
 
@@ -136,6 +142,39 @@ def test_the_message_of_a_silent_rollout_side_says_who_is_silent(settings: Setti
     ledger.heartbeat(leader.actor)
     with pytest.raises(UserError, match=r"8 are needed; replica 0 on there is running \(hangs\), last heard \d+ s"):
         leader.take_groups(0, lambda: None)
+
+
+def test_damaged_payloads_are_dropped_and_their_step_is_decided_anew(settings: Settings, tmp_path: Path) -> None:
+    """The outline of one, and the tokens of another, of a step that was decided before, as after a resume."""
+    experiment = Experiment(
+        workload=Workload(prompts_per_step=2, max_staleness=1),
+        run=RunSection(steps=3, checkpoint_every=100, step_deadline_s=0.2),
+    )
+    run, ledger = make_run(settings, experiment)
+    replica = join(ledger, "replica", run_id=RUN)
+    leader = make_leader(run, experiment, ledger, save_tiny_model(tmp_path / "model"))
+
+    def deliver(count: int) -> list[Path]:
+        leases = [lease(ledger, replica) for _ in range(count)]
+        for leased in leases:
+            (group,) = random_groups(1, seed=leased.prompt_index)
+            save_group(run.group_path(leased.group_id), replace(group, group_id=leased.group_id))
+            score(ledger, replica, leased)
+        return [run.group_path(leased.group_id) for leased in leases]
+
+    first, second, *_ = deliver(4)
+    first.write_bytes(first.read_bytes()[:50])
+    second.write_bytes(second.read_bytes()[:-1])
+    engine = StubEngine([0, 0])
+    decided = take(ledger, leader.actor, 0)
+    assert [row.group_id for row in decided] == [1, 2]
+    trainer = Trainer(run, experiment, cast(Engine, engine), one_rank(), leader)
+    with pytest.raises(UserError, match="did not deliver the groups of step 1"):
+        trainer.train(0)
+    assert engine.steps == [0]
+    assert ledger.progress(RUN).dropped == {"damaged": 2}
+    assert [row.group_id for row in take(ledger, leader.actor, 0)] == [3, 4]
+    assert [lease(ledger, replica).prompt_index for _ in range(2)] == [0, 1]
 
 
 def test_metrics_of_the_data() -> None:
