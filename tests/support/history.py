@@ -62,14 +62,23 @@ class History:
         self._look(call)
 
     def take_back_a_step(self, call: Call) -> None:
-        """Resume from the checkpoint before the last step: its groups are scored again, and all leases are lost."""
+        """Resume from the checkpoint before the last step: its groups are scored again, and all leases are lost.
+
+        Before that one of the groups is found damaged, and an engine dies with what it was answering.
+        """
+        ledger, last = self.ledger, self.step - 1
+        damaged = ledger.take_groups(self.trainer, last)[:1]
+        rows = call("drop_damaged", lambda: ledger.drop_damaged(self.trainer, last, [row.group_id for row in damaged]))
+        assert rows is None
+        call("finish, died", lambda: ledger.finish(self.replicas[1], "died", "SIGSEGV"))
+        self.replicas[1] = join(ledger, "replica", 1, RUN)
         back = (self.supervisor, self.step - 1, f"from step {self.step}")
         self.lineage = call("resume_from", lambda: self.ledger.resume_from(*back))
         assert call("resume_from, again", lambda: self.ledger.resume_from(*back)) == self.lineage
         self.trainer = join(self.ledger, "trainer", run_id=RUN)
         self.step -= 1
         self._leases.clear()
-        self._scored += B
+        self._scored += B - len(damaged)
         self.ledger.record_version(self.trainer, self.step, "path")
         self._load(call)
 
