@@ -8,11 +8,12 @@ import asyncio
 import json
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Container, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
+from tasks.data.item import Item
 from tasks.data.split import Examination
-from tasks.exchange.trajectories import Outcome
+from tasks.exchange.trajectories import Outcome, Trajectory
 from tasks.rollout.answering import Answerer, ItemFailed
 
 _log = logging.getLogger(__name__)
@@ -44,6 +45,8 @@ async def evaluate(
     examinations: Sequence[Examination],
     concurrency: int,
     count_work: Callable[[int], None] = lambda answers: None,
+    given_up: Container[str] = (),
+    before_each: Callable[[str], Awaitable[None]] | None = None,
 ) -> dict[str, EvaluationResult]:
     """Answer every item of every examination once greedily and several times at the training temperature.
 
@@ -52,20 +55,32 @@ async def evaluate(
         examinations: what is asked, and how often.
         concurrency: answers in flight at once.
         count_work: hears of every answer, which shows that the evaluation gets on.
+        given_up: keys of questions that are not asked, and so count 0.
+        before_each: hears the key of a question before each of its answers.
     """
+
+    async def ask(name: str, item: Item, temperature: float) -> Trajectory:
+        if item.key in given_up:
+            raise ItemFailed("it has ended engines")
+        if before_each is not None:
+            await before_each(item.key)
+        trajectory = await answerer.answer_once(name, item, temperature)
+        count_work(1)
+        return trajectory
+
     free = asyncio.Semaphore(concurrency)
     return {
-        examination.name: await _examine(answerer, examination, f"evaluate-{number}", free, count_work)
+        examination.name: await _examine(ask, examination, f"evaluate-{number}", free, answerer.sampling.temperature)
         for number, examination in enumerate(examinations)
     }
 
 
 async def _examine(
-    answerer: Answerer,
+    ask: Callable[[str, Item, float], Awaitable[Trajectory]],
     examination: Examination,
     prefix: str,
     free: asyncio.Semaphore,
-    count_work: Callable[[int], None],
+    temperature: float,
 ) -> EvaluationResult:
     items, samples = examination.items, examination.samples
     unscored: Counter[Outcome] = Counter()
@@ -73,19 +88,16 @@ async def _examine(
     async def reward(name: str, index: int, temperature: float) -> float:
         async with free:
             try:
-                trajectory = await answerer.answer_once(f"{prefix}-{name}", items[index], temperature)
+                trajectory = await ask(f"{prefix}-{name}", items[index], temperature)
             except ItemFailed as error:
                 _log.warning("the question '%.80s' could not be answered: %s", items[index].question, error)
                 unscored[Outcome.ERROR] += 1
                 return 0.0
-            finally:
-                count_work(1)
         if trajectory.masked:
             unscored[trajectory.outcome] += 1
             return 0.0
         return trajectory.reward
 
-    temperature = answerer.sampling.temperature
     greedy = [reward(f"greedy-{index}", index, 0.0) for index in range(len(items))]
     sampled = [
         reward(f"sampled-{index}-{sample}", index, temperature)

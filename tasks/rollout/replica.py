@@ -17,9 +17,9 @@ from planners.errors import UserError
 from tasks.config.experiment import Experiment
 from tasks.data.item import Item
 from tasks.data.split import Questions
-from tasks.evaluation.examine import as_json, evaluate
+from tasks.evaluation.examine import EvaluationResult, as_json, evaluate
 from tasks.exchange.layout import RunDirectory
-from tasks.exchange.ledger import Actor, Lease, Ledger
+from tasks.exchange.ledger import Actor, Evaluation, Lease, Ledger
 from tasks.exchange.payloads import save_group
 from tasks.exchange.trajectories import Group, Trajectory
 from tasks.rollout.answering import Answerer, ItemFailed, blaming_the_item
@@ -264,13 +264,25 @@ class Replica:
                 return False
             _log.info("evaluating version %d (%s)", request.version, request.purpose)
             self._p.say(f"evaluating version {request.version}, {request.purpose} training")
-            examinations, count = self._p.questions.examinations, self._p.count_work
-            result = await evaluate(self._p.answerer, examinations, self._p.concurrency, count)
+            result = await self._evaluate(request)
             await asyncio.to_thread(self._p.ledger.record_evaluation, self._p.actor, request.purpose, as_json(result))
             self._p.say("")
         # The time went into the evaluation, not into waiting for the trainer.
         self._activity.idle_since = time.monotonic() if not self._in_flight else None
         return True
+
+    async def _evaluate(self, request: Evaluation) -> dict[str, EvaluationResult]:
+        """Ask all questions, or, where engines have died of them, one by one beside nothing else."""
+        examinations, count = self._p.questions.examinations, self._p.count_work
+        if not request.is_careful:
+            return await evaluate(self._p.answerer, examinations, self._p.concurrency, count, request.given_up)
+
+        async def name(key: str) -> None:
+            await asyncio.to_thread(self._p.ledger.try_question, self._p.actor, request.purpose, key)
+
+        while self._in_flight:
+            await self._wait_for_change()
+        return await evaluate(self._p.answerer, examinations, 1, count, request.given_up, name)
 
     # Activity
 

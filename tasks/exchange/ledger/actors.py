@@ -13,7 +13,7 @@ from typing import Any
 from sqlalchemy import ColumnElement, Connection, Row, Select, and_, delete, func, insert, select, update
 
 from tasks.exchange.ledger.database import Database, now_s
-from tasks.exchange.ledger.drops import ENGINE_DIED, LEASE_LOST, drop_groups
+from tasks.exchange.ledger.drops import ENGINE_DIED, LEASE_LOST, accuse_evaluation, drop_groups
 from tasks.exchange.ledger.fence import (
     ACTIVE,
     OPEN,
@@ -167,7 +167,7 @@ class Actors(Database):
             if require_current(connection, actor) in ACTIVE:
                 values = {"state": state, "message": message, "heartbeat_s": now_s()}
                 connection.execute(update(actors).where(*rows_of(actor, actors)).values(**values))
-                if state == "died" and not _evaluates(connection, actor):
+                if state == "died" and not accuse_evaluation(connection, actor):
                     leases = and_(*rows_of(actor, groups), groups.c.state == "leased")
                     drop_groups(connection, actor.run_id, leases, ENGINE_DIED)
                 end_slots(connection, actor.run_id, actors.c.role == actor.role, actors.c.slot == actor.slot)
@@ -266,11 +266,6 @@ def _release(connection: Connection, run_id: str, role: str, slot: int) -> None:
         )
         .values(state="requested")
     )
-
-
-def _evaluates(connection: Connection, actor: Actor) -> bool:
-    claimed = (*rows_of(actor, evaluations), evaluations.c.state == "claimed")
-    return connection.scalar(select(evaluations.c.purpose).where(*claimed).limit(1)) is not None
 
 
 def _assigned_by(connection: Connection, actor: Actor) -> int | None:

@@ -4,7 +4,8 @@ A question may end the engine that answers it, and so every engine after it. Nob
 each, all prompts count one that were being answered, and one that is answered counts none again. Who counts
 `SUSPECTED_FROM` is a suspect, and so is its question at every index: suspects are leased before all others, and each
 only by itself to a replica that holds nothing else. So a suspect's further deaths are its own, and with `GUILTY_FROM`
-it goes into quarantine. Only deaths that somebody saw on a living machine count, see `Actors.finish`: who is fenced,
+it goes into quarantine. The questions of an evaluation are asked one by one once two engines have died in it, and given
+up as prompts are. Only deaths that somebody saw on a living machine count, see `Actors.finish`: who is fenced,
 killed, cancelled or lost with a machine leaves no word, and leases that were lost so blame nobody.
 """
 
@@ -12,7 +13,17 @@ from sqlalchemy import ColumnElement, Connection, and_, case, insert, or_, selec
 
 from tasks.exchange.ledger.fence import rows_of
 from tasks.exchange.ledger.rows import Actor
-from tasks.exchange.ledger.schema import drops, groups, is_accused, is_open, is_waiting, prompts, runs
+from tasks.exchange.ledger.schema import (
+    deadly_questions,
+    drops,
+    evaluations,
+    groups,
+    is_accused,
+    is_open,
+    is_waiting,
+    prompts,
+    runs,
+)
 
 ABANDONED = "abandoned"
 ABORTED = "aborted"
@@ -93,6 +104,33 @@ def becomes_suspect(connection: Connection, run_id: str, group_id: int, key: str
         return False
     accused = update(prompts).where(*this, prompts.c.deaths < SUSPECTED_FROM).values(deaths=deaths)
     return bool(connection.execute(accused).rowcount)
+
+
+def accuse_evaluation(connection: Connection, actor: Actor) -> bool:
+    """Count an engine's death for the evaluation that it was busy with, and for the question that it was asked alone.
+
+    Returns:
+        False where it was busy with none.
+    """
+    claimed = (*rows_of(actor, evaluations), evaluations.c.state == "claimed")
+    trying = connection.execute(select(evaluations.c.trying).where(*claimed)).first()
+    if trying is None:
+        return False
+    counted = update(evaluations).where(*claimed).values(deaths=evaluations.c.deaths + 1, trying=None)
+    connection.execute(counted)
+    if trying.trying is not None:
+        this = (deadly_questions.c.run_id == actor.run_id, deadly_questions.c.question_key == trying.trying)
+        more = update(deadly_questions).where(*this).values(deaths=deadly_questions.c.deaths + 1)
+        if connection.execute(more).rowcount == 0:
+            row = {"run_id": actor.run_id, "question_key": trying.trying, "deaths": 1}
+            connection.execute(insert(deadly_questions).values(**row))
+    return True
+
+
+def given_up(connection: Connection, run_id: str) -> frozenset[str]:
+    """Keys of the questions of evaluations that have ended engines alone, and too many."""
+    guilty = (deadly_questions.c.run_id == run_id, deadly_questions.c.deaths >= GUILTY_FROM - SUSPECTED_FROM)
+    return frozenset(connection.scalars(select(deadly_questions.c.question_key).where(*guilty)))
 
 
 def _prompt_of(run_id: str, group_id: int) -> ColumnElement[int]:

@@ -7,7 +7,7 @@ from typing import Any
 from sqlalchemy import ColumnElement, Connection, Row, Table, and_, delete, func, insert, or_, select, update
 
 from tasks.exchange.ledger.database import Database, now_s
-from tasks.exchange.ledger.drops import ENGINE_DIED, GUILTY_FROM, QUARANTINED
+from tasks.exchange.ledger.drops import ENGINE_DIED, GUILTY_FROM, QUARANTINED, SUSPECTED_FROM, given_up
 from tasks.exchange.ledger.fence import require_active, require_current, require_supervisor, rows_of, run_of
 from tasks.exchange.ledger.groups import last_totals, next_step
 from tasks.exchange.ledger.rows import (
@@ -68,10 +68,26 @@ class Reports(Database):
             purpose = _evaluation_for(connection, actor, loaded_version)
             if purpose is None:
                 return None
+            deaths = select(evaluations.c.deaths).where(
+                evaluations.c.run_id == actor.run_id, evaluations.c.purpose == purpose
+            )
+            is_careful = connection.execute(deaths).scalar_one() >= SUSPECTED_FROM
+            skipped = given_up(connection, actor.run_id)
             holder = {"role": actor.role, "slot": actor.slot, "attempt": actor.attempt}
             this = (evaluations.c.run_id == actor.run_id, evaluations.c.purpose == purpose)
             connection.execute(update(evaluations).where(*this).values(state="claimed", **holder))
-        return Evaluation(purpose, loaded_version)
+        return Evaluation(purpose, loaded_version, is_careful, skipped)
+
+    def try_question(self, actor: Actor, purpose: str, key: str) -> None:
+        """Say which question of a careful evaluation is asked next, alone. Safe to repeat.
+
+        Raises:
+            Fenced: this attempt is no longer current.
+        """
+        with self.write(actor.run_id) as connection:
+            require_active(connection, actor)
+            own = (*rows_of(actor, evaluations), evaluations.c.purpose == purpose, evaluations.c.state == "claimed")
+            connection.execute(update(evaluations).where(*own).values(trying=key))
 
     def record_evaluation(self, actor: Actor, purpose: str, result_json: str) -> None:
         """Give the result (a JSON object) of an evaluation that this actor took on. Safe to repeat.
@@ -199,6 +215,9 @@ class Reports(Database):
             )
             latest = newest_live_version(connection, run_id)
             accused = _count(connection, prompts, prompts.c.run_id == run_id, is_accused)
+            is_under_way = and_(evaluations.c.deaths > 0, evaluations.c.state != "done")
+            accused += _count(connection, evaluations, evaluations.c.run_id == run_id, is_under_way)
+            deadly = len(given_up(connection, run_id))
             died = _count(connection, actors, actors.c.run_id == run_id, actors.c.state == "died")
         consumed = 0 if totals is None else run.prompts_per_step * (int(totals.step) + 1)
         states = {"consumed": consumed, "dropped": sum(row.groups for row in dropped)}
@@ -211,7 +230,7 @@ class Reports(Database):
             outcomes={outcome.value: _answers(outcome, totals, opened.get("scored")) for outcome in Outcome},
             quarantined_prompts=sum(row.quarantined_prompts for row in dropped),
             accused_prompts=accused,
-            deadly_prompts=sum(row.quarantined_prompts for row in dropped if row.reason == ENGINE_DIED),
+            deadly_prompts=deadly + sum(row.quarantined_prompts for row in dropped if row.reason == ENGINE_DIED),
             engine_deaths=died,
             response_tokens=totals.response_tokens if totals else 0,
             consumed=consumed,

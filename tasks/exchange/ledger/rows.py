@@ -150,10 +150,19 @@ class GroupRow:
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """An evaluation that the actor has claimed."""
+    """An evaluation that the actor has claimed.
+
+    Attributes:
+        purpose: what it is for.
+        version: number of the version that is examined.
+        is_careful: engines have died of it, so each question is to be asked alone, and named before by `try_question`.
+        given_up: keys of the questions that are not asked any more, for each has ended two engines alone.
+    """
 
     purpose: str
     version: int
+    is_careful: bool = False
+    given_up: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,8 +228,8 @@ class Progress:
         quarantined_prompts: prompts given up: for too many failed attempts, for the engines that they ended, or because
             their question was given up at another index.
         accused_prompts: prompts that were being answered when an engine died, and were neither answered nor given up
-            since.
-        deadly_prompts: those of `quarantined_prompts` that ended engines.
+            since; and evaluations in which one died, until they are done.
+        deadly_prompts: those of `quarantined_prompts` that ended engines, and the questions of evaluations that did.
         engine_deaths: attempts that have died, see `Actors.finish`.
         response_tokens: tokens in the answers of consumed groups.
         consumed: groups consumed.

@@ -259,11 +259,22 @@ evaluations = Table(
     Column("version", Integer, nullable=False),
     Column("state", String, nullable=False),
     *_actor_keys(primary=False),
+    Column("deaths", Integer, nullable=False, default=0),
+    Column("trying", String),
     Column("result_json", Text),
     CheckConstraint("state IN ('requested', 'claimed', 'done')", name="evaluation_state"),
     CheckConstraint("(state = 'done') = (result_json IS NOT NULL)", name="done_has_result"),
     Index("evaluations_by_version", "run_id", "version", "purpose"),
 )
+
+deadly_questions = Table(
+    "deadly_questions",
+    metadata,
+    _run_key(),
+    Column("question_key", String, primary_key=True),
+    Column("deaths", Integer, nullable=False),
+)
+"""The questions of evaluations that were asked alone when an engine died, and how often; those of prompts count there."""
 
 spans = Table(
     "spans",

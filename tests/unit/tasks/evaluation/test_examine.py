@@ -69,6 +69,20 @@ def test_a_question_that_cannot_be_answered_counts_zero_and_ends_no_evaluation()
     assert (result.greedy, result.sampled, result.unscored) == ([0.0, 1.0], [[0.0], [1.0]], {"error": 2})
 
 
+def test_each_question_is_named_before_it_is_asked_and_what_was_given_up_is_not() -> None:
+    text, named = FakeText(), []
+    answerer = Answerer(FakeEngine(), SingleTurn(text, text, text), Sampling(1.0, 4, (6,)))
+    items = (Item("right", "", {}), Item("slow", "", {}))
+
+    async def name(key: str) -> None:
+        named.append(key)
+
+    exams = [Examination("held-out", items, 1)]
+    result = asyncio.run(examine(answerer, exams, 1, lambda answers: None, {items[1].key}, name))["held-out"]
+    assert named == [items[0].key] * 2
+    assert (result.sampled, result.unscored) == ([[1.0], [0.0]], {"error": 2})
+
+
 def test_an_answer_that_cannot_be_scored_counts_zero_and_is_counted() -> None:
     text = FakeText()
     answerer = Answerer(FakeEngine(), SingleTurn(text, text, text), Sampling(1.0, 4, (6,)))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tasks.exchange.ledger import Actor, Fenced, Lease, Ledger
+from tasks.exchange.ledger import Actor, Evaluation, Fenced, Lease, Ledger
 from tests.support.ledger import (
     RUN,
     B,
@@ -140,13 +140,34 @@ def test_who_leaves_otherwise_accuses_nobody(ledger: Ledger, trainer: Actor, rep
     assert [row[1:] for row in states(ledger)] == [("dropped", "lease_lost")]
 
 
-def test_a_death_beside_an_evaluation_accuses_no_prompt(ledger: Ledger, trainer: Actor, replica: Actor) -> None:
+def test_a_death_beside_an_evaluation_accuses_that_and_no_prompt(
+    ledger: Ledger, trainer: Actor, replica: Actor
+) -> None:
     lease(ledger, replica)
     ledger.request_evaluation(supervisor_of(ledger), "before", 0)
     assert ledger.claim_evaluation(replica, 0)
     ledger.finish(replica, "died", "SIGSEGV")
-    assert accused(ledger) == (0, 0, 1)
+    assert accused(ledger) == (1, 0, 1)
     assert states(ledger) == [(0, "dropped", "lease_lost")]
+
+
+def test_a_question_of_an_evaluation_that_ends_two_engines_alone_is_given_up(
+    ledger: Ledger, trainer: Actor, replica: Actor
+) -> None:
+    ledger.request_evaluation(supervisor_of(ledger), "before", 0)
+    for is_careful in (False, False, True, True):
+        request = ledger.claim_evaluation(replica, 0)
+        assert request == Evaluation("before", 0, is_careful)
+        if is_careful:
+            for key in ("good", "bad"):
+                ledger.try_question(replica, "before", key)
+        replica = die(ledger, replica)
+    assert accused(ledger) == (1, 1, 4)
+    assert ledger.claim_evaluation(replica, 0) == Evaluation("before", 0, True, frozenset({"bad"}))
+    ledger.record_evaluation(replica, "before", "{}")
+    assert accused(ledger) == (0, 1, 4)
+    ledger.request_evaluation(supervisor_of(ledger), "after", 0)
+    assert ledger.claim_evaluation(replica, 0) == Evaluation("after", 0, False, frozenset({"bad"}))
 
 
 # Damaged payloads
