@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 from sqlalchemy import Row, Table, select
 
 from tasks.exchange.ledger import Ledger, Progress
+from tasks.exchange.ledger.consumption import next_step
 from tasks.exchange.ledger.drops import GUILTY_FROM
-from tasks.exchange.ledger.groups import next_step, run_and_groups_out
+from tasks.exchange.ledger.groups import run_and_groups_out
 from tasks.exchange.ledger.schema import actors, groups, policy_versions, prompts, steps, weight_claims
 from tasks.exchange.trajectories import Outcome
 from tests.support.world import SIZES, World

@@ -10,16 +10,13 @@ there be at most (η + 1)·B: no call reads more the longer the run gets. Who as
 a writing transaction, which makes others wait, only where it can succeed.
 """
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection
 from typing import Any
 
 from sqlalchemy import (
     ColumnElement,
     Connection,
-    Row,
     and_,
-    bindparam,
     delete,
     exists,
     func,
@@ -30,13 +27,13 @@ from sqlalchemy import (
 )
 
 from planners.errors import UserError
-from planners.staleness import choose_groups, may_lease
+from planners.staleness import may_lease
+from tasks.exchange.ledger.consumption import decide, decided, has_nothing_to_decide, next_step, take_back
 from tasks.exchange.ledger.database import OUTAGE_S, Database, now_s
 from tasks.exchange.ledger.drops import (
     ABANDONED,
     DAMAGED,
     QUARANTINED,
-    STALE,
     SUSPECTED,
     acquit,
     becomes_suspect,
@@ -62,15 +59,6 @@ from tasks.exchange.ledger.schema import (
 )
 from tasks.exchange.ledger.versions import newest_possible_version, usable_version
 from tasks.exchange.trajectories import Outcome
-
-
-@dataclass(frozen=True, slots=True)
-class _Open:
-    """An open group as the rule of consumption sees it."""
-
-    group_id: int
-    state: str
-    version: int
 
 
 class Groups(Database):
@@ -221,14 +209,12 @@ class Groups(Database):
             ValueError: `step` is not the step after the last one consumed.
         """
         with self.read() as connection:
-            decided = _decided(connection, actor, step)
-            if decided:
-                return decided
-            run, waiting = run_of(connection, actor.run_id), _open_groups(connection, actor.run_id)
-            if not _stale(waiting, run, step) and _choice(waiting, run, step) is None:
+            if rows := decided(connection, actor, step):
+                return rows
+            if has_nothing_to_decide(connection, actor.run_id, step):
                 return None
         with self.write(actor.run_id) as connection:
-            return _decided(connection, actor, step) or _decide(connection, actor.run_id, step)
+            return decided(connection, actor, step) or decide(connection, actor.run_id, step)
 
     def drop_damaged(self, actor: Actor, step: int, damaged: Collection[int]) -> list[GroupRow] | None:
         """Drop groups that `step` has taken and whose payloads cannot be read, and choose the step's groups anew.
@@ -244,15 +230,15 @@ class Groups(Database):
             ValueError: `step` is neither the last one consumed nor the one after it.
         """
         with self.write(actor.run_id) as connection:
-            decided = _decided(connection, actor, step)
-            if decided and {row.group_id for row in decided}.isdisjoint(damaged):
-                return decided
-            if decided:
+            rows = decided(connection, actor, step)
+            if rows and {row.group_id for row in rows}.isdisjoint(damaged):
+                return rows
+            if rows:
                 if next_step(connection, actor.run_id) != step + 1:
                     raise ValueError(f"step {step} of run {actor.run_id} is not the last one that has consumed groups")
-                _take_back(connection, actor.run_id, step)
+                take_back(connection, actor.run_id, step)
                 drop_groups(connection, actor.run_id, groups.c.group_id.in_(sorted(damaged)), DAMAGED)
-            return _decide(connection, actor.run_id, step)
+            return decide(connection, actor.run_id, step)
 
     def resume_from(self, supervisor: Actor, step: int, key: str) -> int:
         """Go back to the checkpoint of `step`, the next step to train, in a new lineage; one transaction.
@@ -297,7 +283,7 @@ class Groups(Database):
                 .where(policy_versions.c.run_id == run_id, policy_versions.c.number > step, survives)
                 .values(state="abandoned")
             )
-            _take_back(connection, run_id, step)
+            take_back(connection, run_id, step)
             drop_groups(connection, run_id, _may_have_token_above(step), ABANDONED)
             connection.execute(delete(steps).where(steps.c.run_id == run_id, steps.c.step >= step))
             _record_last_step(connection, run, step)
@@ -309,18 +295,6 @@ class Groups(Database):
         query = select(*columns_of(GroupRow, groups)).where(groups.c.run_id == run_id).order_by(groups.c.group_id)
         with self.read() as connection:
             return [GroupRow(*row) for row in connection.execute(query)]
-
-
-def next_step(connection: Connection, run_id: str) -> int:
-    """The step after the last one that consumed groups."""
-    last = last_totals(connection, run_id)
-    return 0 if last is None else int(last.step) + 1
-
-
-def last_totals(connection: Connection, run_id: str) -> Row[Any] | None:
-    """The row of `consumed_steps` of the last step that consumed groups, with the totals up to it."""
-    query = select(consumed_steps).where(consumed_steps.c.run_id == run_id)
-    return connection.execute(query.order_by(consumed_steps.c.step.desc()).limit(1)).one_or_none()
 
 
 def run_and_groups_out(connection: Connection, run_id: str) -> tuple[RunRow, int]:
@@ -408,90 +382,11 @@ def _next_group_id(connection: Connection, run_id: str) -> int:
     return 1 if last is None else int(last) + 1
 
 
-def _decided(connection: Connection, actor: Actor, step: int) -> list[GroupRow]:
-    """The groups that `step` has consumed; none if it is the next one.
-
-    Raises:
-        Fenced: this trainer is no longer current.
-        ValueError: it is neither.
-    """
-    require_active(connection, actor)
-    decided = _consumed_by(connection, actor.run_id, step)
-    expected = next_step(connection, actor.run_id)
-    if not decided and step != expected:
-        raise ValueError(f"step {step} of run {actor.run_id} asks for groups, but the next step is {expected}")
-    return decided
-
-
-def _decide(connection: Connection, run_id: str, step: int) -> list[GroupRow] | None:
-    """Drop what is stale, and let `step` consume its groups; None if it has to wait."""
-    run, waiting = run_of(connection, run_id), _open_groups(connection, run_id)
-    if stale := _stale(waiting, run, step):
-        drop_groups(connection, run_id, groups.c.version + run.max_staleness < step, STALE)
-    chosen = _choice([group for group in waiting if group not in stale], run, step)
-    if chosen is None:
-        return None
-    consume = update(groups).where(groups.c.run_id == run_id, groups.c.group_id == bindparam("chosen_id"))
-    places = [{"chosen_id": group_id, "chosen_place": place} for place, group_id in enumerate(chosen)]
-    values = {"state": "consumed", "step": step, "place": bindparam("chosen_place")}
-    connection.execute(consume.values(**values), places)
-    _record_totals(connection, run_id, step)
-    return _consumed_by(connection, run_id, step)
-
-
-def _take_back(connection: Connection, run_id: str, step: int) -> None:
-    """Let the groups that `step` and later ones have consumed wait to be consumed again."""
-    consumed = (groups.c.run_id == run_id, groups.c.step >= step)
-    connection.execute(update(groups).where(*consumed).values(state="scored", step=None, place=None))
-    connection.execute(delete(consumed_steps).where(consumed_steps.c.run_id == run_id, consumed_steps.c.step >= step))
-
-
-def _open_groups(connection: Connection, run_id: str) -> list[_Open]:
-    columns = (groups.c.group_id, groups.c.state, groups.c.version)
-    return [_Open(*row) for row in connection.execute(select(*columns).where(groups.c.run_id == run_id, is_open))]
-
-
-def _stale(opened: Sequence[_Open], run: RunRow, step: int) -> list[_Open]:
-    return [group for group in opened if group.version + run.max_staleness < step]
-
-
-def _choice(opened: Sequence[_Open], run: RunRow, step: int) -> list[int] | None:
-    """The open groups that `step` consumes, in order, or None if it has to wait."""
-    return choose_groups(
-        finished=[(group.group_id, group.version + run.max_staleness) for group in opened if group.state == "scored"],
-        unfinished_deadlines=[group.version + run.max_staleness for group in opened if group.state == "leased"],
-        step=step,
-        prompts_per_step=run.prompts_per_step,
-    )
-
-
-def _record_totals(connection: Connection, run_id: str, step: int) -> None:
-    """Write down what the run has consumed up to and with `step`, whose groups have just got their places."""
-    added = ("response_tokens", *(f"{outcome}_answers" for outcome in Outcome))
-    of_step = connection.execute(
-        select(
-            func.avg(groups.c.reward_mean).label("reward_mean"),
-            func.max(groups.c.step - groups.c.version).label("max_staleness"),
-            *[func.sum(groups.c[name]).label(name) for name in added],
-        ).where(groups.c.run_id == run_id, groups.c.step == step)
-    ).one()
-    before = last_totals(connection, run_id)
-    totals = {name: int(of_step._mapping[name]) + (before._mapping[name] if before else 0) for name in added}
-    staleness = max(of_step.max_staleness, before.max_staleness if before else 0)
-    facts = {"reward_mean": of_step.reward_mean, "max_staleness": staleness, **totals}
-    connection.execute(insert(consumed_steps).values(run_id=run_id, step=step, **facts))
-
-
 def _state_for(connection: Connection, actor: Actor, group_id: int) -> str:
     state = connection.scalar(select(groups.c.state).where(*rows_of(actor, groups), groups.c.group_id == group_id))
     if state is None:
         raise ValueError(f"group {group_id} of run {actor.run_id} was never leased to {actor.role} {actor.slot}")
     return state
-
-
-def _consumed_by(connection: Connection, run_id: str, step: int) -> list[GroupRow]:
-    query = select(*columns_of(GroupRow, groups)).where(groups.c.run_id == run_id, groups.c.step == step)
-    return [GroupRow(*row) for row in connection.execute(query.order_by(groups.c.place))]
 
 
 def _is(run_id: str, group_id: int) -> list[ColumnElement[bool]]:

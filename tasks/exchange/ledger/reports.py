@@ -6,10 +6,10 @@ from typing import Any
 
 from sqlalchemy import ColumnElement, Connection, Row, Table, and_, delete, func, insert, or_, select, update
 
+from tasks.exchange.ledger.consumption import last_totals, next_step
 from tasks.exchange.ledger.database import Database, now_s
 from tasks.exchange.ledger.drops import ENGINE_DIED, GUILTY_FROM, QUARANTINED, SUSPECTED_FROM, given_up
 from tasks.exchange.ledger.fence import require_active, require_current, require_supervisor, rows_of, run_of
-from tasks.exchange.ledger.groups import last_totals, next_step
 from tasks.exchange.ledger.rows import (
     Actor,
     Evaluation,

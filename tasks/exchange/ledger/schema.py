@@ -274,7 +274,7 @@ deadly_questions = Table(
     Column("question_key", String, primary_key=True),
     Column("deaths", Integer, nullable=False),
 )
-"""The questions of evaluations that were asked alone when an engine died, and how often; those of prompts count there."""
+"""How often a question of an evaluation was being asked alone when an engine died; prompts count for themselves."""
 
 spans = Table(
     "spans",
