@@ -82,12 +82,12 @@ def save_group(path: Path, group: Group) -> None:
     """
     segments = [segment for trajectory in group.trajectories for segment in trajectory.segments]
     replicas = sorted({segment.replica for segment in segments})
-    texts = {
+    texts: dict[str, NDArray[Any]] = {
         "prompt_ids": group.prompt_ids,
         "token_ids": joined_token_ids(segments),
         "logprobs": np.concatenate([_NO_LOGPROBS, *(segment.logprobs for segment in segments)]),
     }
-    columns = {
+    columns: dict[str, NDArray[Any]] = {
         "segment_start": _offsets(len(segment.token_ids) for segment in segments),
         "segment_version": _integers(segment.version for segment in segments),
         "segment_replica": _integers(replicas.index(segment.replica) for segment in segments),

@@ -76,8 +76,7 @@ async def _live_through_swaps(weights: list[Path], cache_dir: Path, core: int) -
     others = set(psutil.Process().children())
     engine = await VllmEngine.start(weights[0], **_SIZES, cache_dir=cache_dir)
     try:
-        started = set(psutil.Process().children()) - others
-        (process,) = [child for child in started if "resource_tracker" not in str(child.cmdline())]
+        process = _started_since(others)
         threads = [int(task.name) for task in Path(f"/proc/{process.pid}/task").iterdir()]
         assert [os.sched_getaffinity(thread) for thread in threads] == [{core}] * len(threads)
         _holds_what_the_planner_computes(engine, weights[0])
@@ -102,16 +101,24 @@ def test_an_engine_that_is_gone_says_how(
 
 
 async def _die(weights: Path, cache_dir: Path, number: signal.Signals, by_itself: bool) -> None:
+    others = set(psutil.Process().children())
     engine = await VllmEngine.start(weights, **_SIZES, cache_dir=cache_dir)
     try:
         running = await _start_long_answers(engine, "last")
-        engine._core.send_signal(number)
+        _started_since(others).send_signal(number)
         for answer in [*running, asyncio.create_task(engine.load(0, 1, weights, "continue"))]:
             with pytest.raises(EngineDied, match=f"EngineCore was ended by {number.name}") as death:
                 await answer
             assert death.value.by_itself is by_itself
     finally:
         await engine.shutdown()
+
+
+def _started_since(others: set[psutil.Process]) -> psutil.Process:
+    """EngineCore, which is this process's child now and was none before."""
+    started = set(psutil.Process().children()) - others
+    (process,) = [child for child in started if "resource_tracker" not in str(child.cmdline())]
+    return process
 
 
 def _holds_what_the_planner_computes(engine: VllmEngine, path: Path) -> None:

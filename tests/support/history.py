@@ -67,7 +67,7 @@ class History:
         Before that one of the groups is found damaged, and an engine dies with what it was answering.
         """
         ledger, last = self.ledger, self.step - 1
-        damaged = ledger.take_groups(self.trainer, last)[:1]
+        damaged = (ledger.take_groups(self.trainer, last) or [])[:1]
         rows = call("drop_damaged", lambda: ledger.drop_damaged(self.trainer, last, [row.group_id for row in damaged]))
         assert rows is None
         call("finish, died", lambda: ledger.finish(self.replicas[1], "died", "SIGSEGV"))

@@ -61,7 +61,9 @@ def read_text(path: str, example: str) -> tuple[Path, str]:
         ) from None
     except UnicodeDecodeError as error:
         line = error.object[: error.start].count(b"\n") + 1
-        raise UserError(f"Line {line} of {found} is no text in UTF-8 ({error.reason}): save the file as such.") from None
+        raise UserError(
+            f"Line {line} of {found} is no text in UTF-8 ({error.reason}): save the file as such."
+        ) from None
     except OSError as error:
         raise UserError(f"The data's path {found} cannot be read: {error.strerror}.") from None
 

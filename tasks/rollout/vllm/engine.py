@@ -59,7 +59,7 @@ class VllmEngine:
         self._llm = llm
         self._core = core
         # Its parent object, which alone hears its exit status.
-        (self._core_process,) = llm.engine_core.resources.engine_manager.processes  # type: ignore[attr-defined]
+        (self._core_process,) = llm.engine_core.resources.engine_manager.processes
         self._watch = watch
         self._in_flight: set[str] = set()
         self._aborted: set[str] = set()

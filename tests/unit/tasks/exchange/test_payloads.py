@@ -73,19 +73,19 @@ SMALL = Group(
         Trajectory(
             (Segment((1, 2, 3), (-1, -2, -3), 0, "r"), Segment((4,), (-1,), 1, "q")), Outcome.SCORED, 1.0, (1.0,)
         ),
-        Trajectory((Segment((5,), (-1,), 1, "q"),), Outcome.SCORED, 0.0, (0.0,)),
+        Trajectory((Segment((77,), (-1,), 1, "q"),), Outcome.SCORED, 0.0, (0.0,)),
     ),
     ("style",),
 )
 
 
-def test_every_flipped_bit_is_found(tmp_path: Path) -> None:
+def test_a_flipped_bit_in_any_byte_is_found(tmp_path: Path) -> None:
     path = tmp_path / "payload"
     save_group(path, SMALL)
     whole = path.read_bytes()
-    for bit in range(8 * len(whole)):
+    for place in range(len(whole)):
         flipped = bytearray(whole)
-        flipped[bit // 8] ^= 1 << bit % 8
+        flipped[place] ^= 1 << place % 8
         path.write_bytes(flipped)
         with pytest.raises(DamagedPayload, match=r"damaged|no payload"):
             load_group(path)
@@ -104,7 +104,7 @@ def test_every_lost_end_is_found(tmp_path: Path) -> None:
 def test_who_reads_some_answers_checks_these(tmp_path: Path) -> None:
     path = tmp_path / "payload"
     save_group(path, SMALL)
-    damaged = path.read_bytes().replace(np.array([5], "<i4").tobytes(), np.array([6], "<i4").tobytes())
+    damaged = path.read_bytes().replace(np.array([77], "<i4").tobytes(), np.array([78], "<i4").tobytes())
     path.write_bytes(damaged)
     stored = open_group(path)
     assert stored.with_answers([0]).trajectories == SMALL.trajectories[:1]
@@ -126,7 +126,7 @@ def test_a_payload_that_is_gone_is_as_good_as_damaged(tmp_path: Path) -> None:
 
 def test_a_payload_is_a_safetensors_file(tmp_path: Path) -> None:
     save_group(tmp_path / "payload", SMALL)
-    assert load_file(tmp_path / "payload")["token_ids"].tolist() == [1, 2, 3, 4, 5]
+    assert load_file(tmp_path / "payload")["token_ids"].tolist() == [1, 2, 3, 4, 77]
 
 
 def test_foreign_format_is_refused(tmp_path: Path) -> None:

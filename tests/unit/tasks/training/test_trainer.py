@@ -166,6 +166,8 @@ def test_damaged_payloads_are_dropped_and_their_step_is_decided_anew(settings: S
     first.write_bytes(first.read_bytes()[:50])
     second.write_bytes(second.read_bytes()[:-1])
     engine = StubEngine([0, 0])
+    for actor in (replica, leader.actor):
+        ledger.heartbeat(actor)
     decided = take(ledger, leader.actor, 0)
     assert [row.group_id for row in decided] == [1, 2]
     trainer = Trainer(run, experiment, cast(Engine, engine), one_rank(), leader)

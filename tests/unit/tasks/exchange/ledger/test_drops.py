@@ -9,6 +9,7 @@ from tests.support.ledger import (
     a_process,
     ask,
     fence,
+    go_back,
     join,
     lease,
     load,
@@ -208,7 +209,8 @@ def test_a_step_whose_groups_are_all_damaged_waits_for_others(ledger: Ledger, tr
 
 def test_what_a_resume_takes_back_may_be_damaged(ledger: Ledger, trainer: Actor, replica: Actor) -> None:
     run_two_steps(ledger, trainer, replica)
-    ledger.resume_from(RUN, 1, trainer)
+    go_back(ledger, 1)
+    trainer = join(ledger, "trainer")
     ledger.record_version(trainer, 1, "path")
     rows = take(ledger, trainer, 1)
     assert ledger.drop_damaged(trainer, 1, [rows[0].group_id]) is None
@@ -224,6 +226,6 @@ def test_only_the_last_step_is_decided_anew(ledger: Ledger, trainer: Actor, repl
     first = [row.group_id for row in take(ledger, trainer, 0)]
     with pytest.raises(ValueError, match="step 0 of run run is not the last one"):
         ledger.drop_damaged(trainer, 0, first)
-    ledger.resume_from(RUN, 2, supervisor_of(ledger))
+    go_back(ledger, 2)
     with pytest.raises(Fenced):
         ledger.drop_damaged(trainer, 1, [1])
