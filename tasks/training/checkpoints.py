@@ -21,7 +21,7 @@ from tasks.exchange.files import discard, is_temporary, publish_directory, targe
 from tasks.exchange.layout import RunDirectory, checkpoint_of
 from tasks.exchange.ledger import Ledger
 from tasks.exchange.manifest import Damaged, check_manifest, write_manifest
-from tasks.exchange.trajectories import found_payloads
+from tasks.exchange.payloads import found_payloads
 
 if TYPE_CHECKING:  # flows ask for the newest checkpoint without loading torch
     from tasks.training.engine import Engine
