@@ -1,42 +1,31 @@
 """The supervisor against a real ledger and a hand-written launcher: completion, restarts, budgets, stalls, endings."""
 
-import inspect
 import json
 import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
-from uuid import UUID, uuid4
 
-import httpx
 import pytest
-from prefect import State
-from prefect.client.orchestration import SyncPrefectClient
-from prefect.client.schemas.objects import WorkerStatus
 from sqlalchemy.exc import OperationalError
 
-from flows.rollout import rollout
 from flows.running import supervisor as supervising
-from flows.running.context import RunContext, open_run
-from flows.running.launcher import FLOWS, PrefectLauncher
+from flows.running.context import RunContext
+from flows.running.launcher import FLOWS
 from flows.running.supervisor import RunFailed, Supervisor
-from flows.train import train
 from planners.errors import UserError
 from planners.hardware.machine import Machine
 from planners.plan.run import MachineShare
 from tasks.config.experiment import Experiment
 from tasks.config.files import parse_experiment
-from tasks.config.settings import Settings
 from tasks.exchange.layout import RunDirectory
 from tasks.exchange.ledger import Actor, ActorRow, Fenced, Ledger, Process, Progress
 from tasks.lifecycle.stall import Stall
 from tasks.machine.processes import ProcessGroup, group_alive, process_key
 from tests.support.checkpoints import damage, make_checkpoint
-from tests.support.ledger import a_process, assign, begin, go_back
+from tests.support.ledger import a_process, begin, go_back
 from tests.support.places import settings_of
 from tests.support.plan import run_plan
 
@@ -410,33 +399,6 @@ def test_a_cancellation_that_was_not_heard_is_repeated(tmp_path: Path) -> None:
     assert launcher.ended == {"train-1", "rollout-2"}
 
 
-class BusyServer:
-    """Refuses the first of all cancellations; flow runs never end."""
-
-    def __init__(self) -> None:
-        self.heard = 0
-        self._errors = [httpx.ConnectError("the server is away")]
-
-    def read_flow_run(self, flow_run_id: UUID) -> SimpleNamespace:
-        return SimpleNamespace(state=None)
-
-    def set_flow_run_state(self, flow_run_id: UUID, state: State[Any]) -> None:
-        assert state.is_cancelling()
-        if self._errors:
-            raise self._errors.pop()
-        self.heard += 1
-
-
-def test_a_flow_run_is_told_once_to_cancel() -> None:
-    """Told twice, its worker would interrupt what it does to end."""
-    server = BusyServer()
-    launcher = PrefectLauncher(cast(SyncPrefectClient, server), RUN, 0)
-    flow_run_id = str(uuid4())
-    for heard in (0, 1, 1):
-        launcher.cancel(flow_run_id)
-        assert server.heard == heard
-
-
 def test_what_does_not_leave_is_fenced_and_killed(tmp_path: Path, hung: ProcessGroup) -> None:
     run, launcher = make(tmp_path)
     launcher.is_away, launcher.pids = True, {"rollout-2": hung.pid}
@@ -527,80 +489,3 @@ class EverybodyIsSilent:
 
     def look(self, serials: dict[Actor, int]) -> dict[Actor, float]:
         return dict.fromkeys(serials, 1e6)
-
-
-@pytest.fixture
-def hold(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Who came as far as to ask for its devices, which ends it here."""
-    held: list[str] = []
-
-    def note(machine: str, kind: str, devices: object, holder: str, *_: object) -> None:
-        held.append(holder)
-        raise RuntimeError(holder)
-
-    monkeypatch.setattr("flows.running.children.hold_devices", note)
-    return held
-
-
-ACTORS: list[tuple[Callable[..., None], str | int]] = [(train.fn, "here"), (rollout.fn, 0)]
-"""Each flow and what it is told of its part of the plan."""
-
-
-@pytest.mark.parametrize(("start", "part"), ACTORS)
-def test_a_run_that_is_over_gets_no_actor(
-    start: Callable[..., None], part: str | int, settings: Settings, hold: list[str]
-) -> None:
-    """Its flow run may have waited in the queue until the server was back."""
-    run = open_run(Experiment(), None, None)
-    epoch = run.ledger.add_plan_epoch(run.supervisor, PLAN)
-    actor = assign(run.ledger, "trainer" if start is train.fn else "replica", run_id=run.run_id)
-    run.ledger.close_run(run.supervisor, "cancelled")
-    start(run.run_id, epoch, part, actor.attempt)
-    assert not hold
-
-
-@pytest.mark.parametrize(("start", "part"), ACTORS)
-def test_a_worker_of_another_ledger_says_so(
-    start: Callable[..., None], part: str | int, settings: Settings, hold: list[str]
-) -> None:
-    """Where its ledger is a worker knows from its own environment alone; left for late, it would be tried for ever."""
-    with pytest.raises(UserError, match=r"ledger of this worker does not know run run-1: .* HEXFLOW_LEDGER_URL"):
-        start("run-1", 0, part, 1)
-    assert not hold
-
-
-@pytest.mark.parametrize(("start", "part"), ACTORS)
-def test_a_late_flow_run_does_not_get_into_the_resumed_run(
-    start: Callable[..., None], part: str | int, settings: Settings, hold: list[str]
-) -> None:
-    """It would fence the actor that the run has now."""
-    cancelled = open_run(Experiment(), None, "flow-1")
-    role = "trainer" if start is train.fn else "replica"
-    late = assign(cancelled.ledger, role, run_id=cancelled.run_id)
-    cancelled.ledger.finish(cancelled.supervisor, "done")
-    resumed = open_run(Experiment(), cancelled.run_id, "flow-2")
-    epoch = resumed.ledger.add_plan_epoch(resumed.supervisor, PLAN)
-    start(resumed.run_id, epoch, part, late.attempt)
-    assert not hold
-    with pytest.raises(RuntimeError, match=resumed.run_id):
-        start(resumed.run_id, epoch, part, assign(resumed.ledger, role, run_id=resumed.run_id).attempt)
-
-
-def test_the_launcher_names_plan_epoch_part_and_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: dict[str, Any] = {}
-
-    def run_deployment(name: str, **options: Any) -> SimpleNamespace:
-        assert "job_variables" not in options, "what stands there, all can read who may sign in to the server"
-        asked.update(options["parameters"], name=name)
-        return SimpleNamespace(id=uuid4())
-
-    online = SimpleNamespace(read_workers_for_work_pool=lambda pool: [SimpleNamespace(status=WorkerStatus.ONLINE)])
-    monkeypatch.setattr("flows.running.launcher.run_deployment", run_deployment)
-    launcher = PrefectLauncher(cast(SyncPrefectClient, online), RUN, 3)
-    for role, share, flow in (("trainer", PLAN.trainer.machines[0], train), ("replica", PLAN.replicas[0], rollout)):
-        asked.clear()
-        launcher.start(Actor(RUN, role, 0, 7), share, None)
-        assert asked.pop("name") == f"{flow.name}/cpu"
-        assert (asked["run_id"], asked["epoch"], asked["attempt"]) == (RUN, 3, 7)
-        assert asked["machine" if flow is train else "slot"] == ("here" if flow is train else 0)
-        assert set(asked) == set(inspect.signature(flow.fn).parameters)
