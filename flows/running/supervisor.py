@@ -16,7 +16,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from flows.running.context import RunContext
 from flows.running.deaths import Deaths
 from planners.plan.run import MachineShare, RunPlan
-from tasks.exchange.ledger import Actor, ActorRow, Progress
+from tasks.exchange.ledger import Actor, ActorRow, Ledger, Progress
 from tasks.exchange.ledger.fence import ACTIVE
 from tasks.lifecycle.silence import Silence
 from tasks.lifecycle.stall import Stall
@@ -135,23 +135,24 @@ class Supervisor:
             time.sleep(POLL_S / 2)
 
     def _give_up(self, left: list[_Child]) -> None:
+        ledger = self._run.ledger.at_once()  # they have had their time
         try:
-            self._see(left)
+            self._see(left, ledger)
         except SQLAlchemyError as error:
             _log.warning("the ledger cannot be read, so actors are ended as they were seen last: %s", error)
         # First: a ledger that takes no writes, as on a full disk, must keep nobody alive. They are this supervisor's,
         # whoever supervises now.
         self._kill([child.row for child in left if child.row])
         for child in left:
-            self._try_to_fence(child)
+            self._try_to_fence(child, ledger)
         if away := [(c, share) for c in left for share in c.shares if share.machine != self._machine]:
             named = ", ".join(f"{_name(child.actor)} on {share.machine}" for child, share in away)
             raise RunFailed(f"{named} did not end: stop the worker there with `hexflow down`.")
 
-    def _try_to_fence(self, child: _Child) -> None:
+    def _try_to_fence(self, child: _Child, ledger: Ledger) -> None:
         """Each for itself; where the ledger takes none, a resume does it, which fences all that it finds."""
         try:
-            self._run.ledger.fence(self._run.supervisor, child.actor)
+            ledger.fence(self._run.supervisor, child.actor)
         except SQLAlchemyError as error:
             _log.warning("%s could not be fenced: %s", _name(child.actor), error)
 
@@ -176,9 +177,9 @@ class Supervisor:
             child.flow_run_ids.append(self._launcher.start(actor, share, resume_step))
         child.started = time.monotonic()
 
-    def _see(self, children: Iterable[_Child]) -> None:
+    def _see(self, children: Iterable[_Child], ledger: Ledger) -> None:
         """Look at the rows of these attempts; those of others in their slots are not theirs."""
-        rows = {(row.role, row.slot, row.attempt): row for row in self._run.ledger.actors(self._run.run_id)}
+        rows = {(row.role, row.slot, row.attempt): row for row in ledger.actors(self._run.run_id)}
         for child in children:
             actor = child.actor
             child.row = rows.get((actor.role, actor.slot, actor.attempt), child.row)
@@ -216,7 +217,7 @@ class Supervisor:
 
     def _reconcile(self) -> None:
         children = list(self._children.values())
-        self._see(children)
+        self._see(children, self._run.ledger)
         silent_s = self._silence.look({child.actor: child.row.serial for child in children if child.row})
         for child in children:
             fault, seen_serial = self._fault(child), None

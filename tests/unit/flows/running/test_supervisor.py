@@ -21,7 +21,7 @@ from planners.plan.run import MachineShare
 from tasks.config.experiment import Experiment
 from tasks.config.files import parse_experiment
 from tasks.exchange.layout import RunDirectory
-from tasks.exchange.ledger import Actor, ActorRow, Fenced, Ledger, Process, Progress
+from tasks.exchange.ledger import Actor, ActorRow, Fenced, Ledger, Process, Progress, sqlite
 from tasks.lifecycle.stall import Stall
 from tasks.machine.processes import ProcessGroup, group_alive, process_key
 from tests.support.checkpoints import damage, make_checkpoint
@@ -425,6 +425,20 @@ def test_a_full_disk_keeps_no_actor_alive(tmp_path: Path, hung: ProcessGroup, mo
     supervisor.end_children(0.0, 0.1, threading.Event())
     assert not group_alive(hung.pid)
     assert asked == ["trainer", "replica"], "one that could not be fenced hindered the next"
+
+
+def test_a_ledger_that_is_locked_is_not_waited_for_at_the_end(
+    tmp_path: Path, hung: ProcessGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Any other call of the supervisor's would be made again for minutes."""
+    monkeypatch.setattr(sqlite, "LOCK_WAIT_S", 0.1)
+    run, launcher = make(tmp_path)
+    launcher.is_away, launcher.pids = True, {"rollout-2": hung.pid}
+    supervisor = Supervisor(run, 0, PLAN, launcher, lambda progress: finish_run(launcher))
+    supervisor.run()
+    with run.ledger.write(RUN):
+        supervisor.end_children(0.0, 0.1, threading.Event())
+    assert not group_alive(hung.pid)
 
 
 def test_a_ledger_that_cannot_be_read_keeps_no_actor_alive(
