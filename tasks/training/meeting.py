@@ -12,18 +12,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
-
 from planners.errors import UserError
 from tasks.config.settings import machine_directory
+from tasks.machine.network import INTERFACES, LOOPBACK, talking_on
 from tasks.machine.private import make_private
 
 PLACE = "HEXFLOW_MEETING"
 """`file://PATH` or `tcp://HOST:PORT`."""
 SOCKET = "HEXFLOW_MEETING_SOCKET"
 """Descriptor of the socket that listens at `tcp://HOST:PORT`, for rank 0."""
-_INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-"""Libraries of collectives would each choose an interface, which others may reach."""
 
 
 @dataclass(frozen=True)
@@ -52,9 +49,8 @@ def open_meeting(first: int, master: str | None) -> Iterator[Meeting]:
         return
     host, _, port = master.rpartition(":")
     host = host.strip("[]")
-    interface = _interface_towards(host, int(port))
-    chosen = {name: os.environ[name] for name in _INTERFACES if name in os.environ}
-    environment = {PLACE: f"tcp://{master}", **_talking_on(interface), **chosen}
+    chosen = {name: os.environ[name] for name in INTERFACES if name in os.environ}
+    environment = {PLACE: f"tcp://{master}", **talking_on(_address_towards(host, int(port))), **chosen}
     if first > 0:
         yield Meeting(environment)
         return
@@ -64,11 +60,7 @@ def open_meeting(first: int, master: str | None) -> Iterator[Meeting]:
 
 def meet_here(directory: Path) -> dict[str, str]:
     """Variables of ranks that are all on this machine, and meet in a directory that is theirs alone."""
-    return {PLACE: f"file://{directory / 'ranks'}", **_talking_on(_interface_of("127.0.0.1"))}
-
-
-def _talking_on(interface: str) -> dict[str, str]:
-    return dict.fromkeys(_INTERFACES, interface)
+    return {PLACE: f"file://{directory / 'ranks'}", **talking_on(LOOPBACK)}
 
 
 def _listen(host: str, port: int) -> socket.socket:
@@ -81,8 +73,8 @@ def _listen(host: str, port: int) -> socket.socket:
         ) from None
 
 
-def _interface_towards(host: str, port: int) -> str:
-    """The interface by which this machine reaches another one, or itself; no packet is sent."""
+def _address_towards(host: str, port: int) -> str:
+    """The address from which this machine reaches another one, or itself; no packet is sent."""
     with socket.socket(_family(host), socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((host, port))
@@ -91,13 +83,7 @@ def _interface_towards(host: str, port: int) -> str:
                 f"The trainer's ranks cannot meet at {host}:{port} ({error.strerror}): name an address that this "
                 "machine can reach."
             ) from None
-        return _interface_of(str(probe.getsockname()[0]))
-
-
-def _interface_of(address: str) -> str:
-    """The interface that has an address of this machine."""
-    named = {part.address.partition("%")[0]: name for name, parts in psutil.net_if_addrs().items() for part in parts}
-    return named[address]
+        return str(probe.getsockname()[0])
 
 
 def _family(host: str) -> socket.AddressFamily:

@@ -24,6 +24,7 @@ import psutil
 from planners.costs.memory import CPU_KV_CACHE_BYTES
 from tasks.exchange.trajectories import Segment
 from tasks.machine.deaths import Watch, how_it_ended
+from tasks.machine.network import LOOPBACK, talking_on
 from tasks.machine.processes import kill_processes
 from tasks.rollout.engine import Answer, EngineDied, FinishReason, InFlight, Sampling
 
@@ -255,7 +256,8 @@ def _set_environment(cache_dir: Path, kind: str) -> None:
         "VLLM_DO_NOT_TRACK": "1",
         "VLLM_LOGGING_LEVEL": "WARNING",
         "VLLM_LOGGING_STREAM": "ext://sys.stderr",
-        "VLLM_HOST_IP": "127.0.0.1",
+        "VLLM_HOST_IP": LOOPBACK,
+        **talking_on(LOOPBACK),
         "VLLM_CACHE_ROOT": str(cache_dir / "vllm"),
         "TORCHINDUCTOR_CACHE_DIR": str(cache_dir / "inductor"),
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
