@@ -172,6 +172,13 @@ def show_cluster_plan(
         create_table_artifact(rows, key="budget-curve", description="What each budget would buy.")
 
 
+@_shown("who was replaced")
+def show_replaced(lines: Sequence[str]) -> None:
+    """The actors that were started again, and why."""
+    words = "\n".join(" ".join(line.split()) for line in lines)
+    create_markdown_artifact(as_list(words), key="replaced", description="Actors that were started again, and why.")
+
+
 @_shown("the summary")
 def show_summary(summary: Mapping[str, Any], directory: Path) -> None:
     """The run's key figures as a table; all of them are in `summary.json` in its `directory`."""

@@ -14,7 +14,7 @@ from prefect.exceptions import TerminationSignal
 from prefect.states import Cancelled, Failed
 from sqlalchemy.exc import SQLAlchemyError
 
-from flows.pages import ProgressArtifact, name_flow_run, show_plan, show_summary, show_tracking
+from flows.pages import ProgressArtifact, name_flow_run, show_plan, show_replaced, show_summary, show_tracking
 from flows.preparation import announce, choose_plan
 from flows.running.context import RunContext, open_run
 from flows.running.ending import only_hurry, supervised
@@ -224,7 +224,8 @@ def train_and_roll_out(run: RunContext, epoch: int, plan: ClusterPlan, work: Wor
         artifact(progress)
         curves.follow(progress)
 
-    work.plan, work.curves, work.supervisor = plan, curves, Supervisor(run, epoch, plan, launcher, show)
+    work.plan, work.curves = plan, curves
+    work.supervisor = Supervisor(run, epoch, plan, launcher, show, show_replaced)
     work.supervisor.run()
 
 

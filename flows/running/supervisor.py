@@ -18,7 +18,7 @@ from flows.running.deaths import Deaths
 from planners.plan.run import MachineShare, RunPlan
 from tasks.exchange.ledger import Actor, ActorRow, Ledger, Progress
 from tasks.exchange.ledger.fence import ACTIVE
-from tasks.lifecycle.silence import Silence
+from tasks.lifecycle.silence import Silence, steady_s
 from tasks.lifecycle.stall import Stall
 from tasks.machine.processes import end_sessions, is_alive
 from tasks.training.checkpoints import resume_point
@@ -26,7 +26,9 @@ from tasks.training.checkpoints import resume_point
 HURRY_S = 12.0
 """Longest time for actors to end when it presses: Prefect kills a cancelled flow 30 s after telling it."""
 POLL_S = 1.0
-_LONGEST_GAP_S = 5.0  # between two looks of the loop, where the deadline for beats is not longer
+"""Between two looks."""
+_LONGEST_GAP_S = 3.0  # between two looks of the loop, where a quarter of the deadline for beats is not longer
+_UNHEARD_S = 15.0  # without a beat, after which nothing is known of an actor's work
 _KILL_GRACE_S = 1.0
 _log = logging.getLogger(__name__)
 
@@ -62,7 +64,6 @@ class _Child:
     actor: Actor
     shares: Sequence[MachineShare]
     flow_run_ids: list[str] = field(default_factory=list)
-    started: float = field(default_factory=time.monotonic)
     has_run: bool = False
     is_first: bool = False
     row: ActorRow | None = None
@@ -79,19 +80,27 @@ class Supervisor:
         plan: RunPlan,
         launcher: Launcher,
         on_progress: Callable[[Progress], None],
+        on_replaced: Callable[[Sequence[str]], object] = lambda lines: None,
+        clock: Callable[[], float] = steady_s,
     ) -> None:
+        """`on_replaced` hears, whenever an actor is started again, of all that were so far, and why; `clock` measures
+        how long actors are silent, stand still or start.
+        """
         self._run = run
         self._epoch = epoch
         self._plan = plan
         self._machine = run.machine.name
         self._launcher = launcher
         self._on_progress = on_progress
+        self._on_replaced = on_replaced
         self._settings = run.experiment.run
         self._children: dict[tuple[str, int], _Child] = {}
         self._replaced: list[_Child] = []
-        self._silence = Silence(max(_LONGEST_GAP_S, self._settings.heartbeat_deadline_s / 4))
+        self._gap_s = max(_LONGEST_GAP_S, self._settings.heartbeat_deadline_s / 4)
+        self._silence, self._rest, self._age = (Silence(self._gap_s, clock) for _ in range(3))
         self._restarts = 0
         self._deaths = Deaths(self._settings.restarts, run.ledger.progress(run.run_id))
+        self._told: list[str] = []
         self._stall = Stall(run.ledger, run.run_id)
 
     def run(self) -> None:
@@ -175,7 +184,6 @@ class Supervisor:
         self._children[role, slot] = child
         for share in shares:
             child.flow_run_ids.append(self._launcher.start(actor, share, resume_step))
-        child.started = time.monotonic()
 
     def _see(self, children: Iterable[_Child], ledger: Ledger) -> None:
         """Look at the rows of these attempts; those of others in their slots are not theirs."""
@@ -218,17 +226,26 @@ class Supervisor:
     def _reconcile(self) -> None:
         children = list(self._children.values())
         self._see(children, self._run.ledger)
-        silent_s = self._silence.look({child.actor: child.row.serial for child in children if child.row})
+        rows = {child.actor: child.row for child in children if child.row is not None}
+        silent_s = self._silence.look({actor: row.serial for actor, row in rows.items()})
+        # Of who is not heard it is not known whether it rests.
+        heard = {actor: row for actor, row in rows.items() if silent_s[actor] <= _UNHEARD_S}
+        rested_s = self._rest.look({actor: (row.work, row.may_rest_s) for actor, row in heard.items()})
+        age_s = self._age.look({child.actor: child.has_run for child in children})
         for child in children:
-            fault, seen_serial = self._fault(child), None
-            if fault is None and child.row is not None and child.row.state in ACTIVE:
-                fault, seen_serial = self._silent(silent_s[child.actor]), child.row.serial
-            if fault is not None:
-                self._replace(child, fault, seen_serial)
+            actor, row = child.actor, child.row
+            if (fault := self._fault(child, age_s[actor])) is not None:
+                self._replace(child, fault)
+            elif row is None or row.state not in ACTIVE:
+                continue
+            elif (fault := self._silent(silent_s[actor])) is not None:
+                self._replace(child, fault, seen_serial=row.serial)
+            elif (fault := _stuck(row, rested_s.get(actor, 0.0))) is not None:
+                self._replace(child, fault, seen_work=row.work)
 
-    def _fault(self, child: _Child) -> str | None:
-        """Why this child is dead, or None; silence is another matter."""
-        row, age_s = child.row, time.monotonic() - child.started
+    def _fault(self, child: _Child, age_s: float) -> str | None:
+        """Why this child, whose start has been watched for so long, is dead, or None; silence is another matter."""
+        row = child.row
         has_ended = any(map(self._launcher.has_ended, child.flow_run_ids))
         if row is None or row.state == "assigned":
             if has_ended:
@@ -249,10 +266,13 @@ class Supervisor:
         deadline_s = self._settings.heartbeat_deadline_s
         return f"it was silent for {silent_s:.0f} s (run.heartbeat_deadline_s)" if silent_s > deadline_s else None
 
-    def _replace(self, child: _Child, fault: str, seen_serial: int | None) -> None:
-        """Fence the attempt, which ends the matter if it was silent and has beaten since; then start the next one."""
+    def _replace(
+        self, child: _Child, fault: str, *, seen_serial: int | None = None, seen_work: int | None = None
+    ) -> None:
+        """Fence the attempt, unless it was silent or at rest and is no more; then start the next one."""
         actor, ledger = child.actor, self._run.ledger
-        left = ledger.fence(self._run.supervisor, actor, seen_serial)
+        seen = {"seen_serial": seen_serial, "seen_work": seen_work}
+        left = ledger.fence(self._run.supervisor, actor, reason=fault, **seen)
         if left is None:
             return
         if left.wanted != "run":  # it was to leave: nobody takes its place
@@ -266,11 +286,12 @@ class Supervisor:
             # What failed before it ever worked would fail again: bad input, missing memory. One that has worked before
             # may meet what passes: devices not free yet, a file that a next attempt does without.
             raise RunFailed(f"The {_name(actor)} could not start: {fault} (log: {log})")
-        if left.state == "died":
-            print(f"{_name(actor)} died: {fault}; starting it again, and trying what it was answering")
-        else:
+        again = "starting it again, and trying what it was answering"
+        if left.state != "died":
             self._pay(1, f"The {_name(actor)} died: {fault} (log: {log})")
-            print(f"{_name(actor)} died: {fault}; starting it again ({self._restarts} of {self._settings.restarts})")
+            again = f"starting it again ({self._restarts} of {self._settings.restarts})"
+        self._told.append(f"{_name(actor)}, attempt {actor.attempt}, died: {fault}; {again}")
+        print(self._told[-1])
         if left.state == "fenced":
             self._kill([left])  # Prefect's server may be away, and its flow run holds the devices as long as it lives
         self._cancel(child)
@@ -280,11 +301,22 @@ class Supervisor:
             resume_step = resume_point(self._run.directory, ledger, self._run.run_id, self._settings)
             ledger.resume_from(self._run.supervisor, resume_step, f"after trainer {actor.attempt}")
         self._start(actor.role, actor.slot, child.shares, resume_step)
+        self._on_replaced(self._told)
 
     def _pay(self, restarts: int, why: str) -> None:
         self._restarts += restarts
         if self._restarts > self._settings.restarts:
             raise RunFailed(f"{why}. The budget run.restarts is spent.")
+
+
+def _stuck(row: ActorRow, rested_s: float) -> str | None:
+    """That an actor beats and does not get on with what it has in hand, or None."""
+    if row.state != "running" or row.may_rest_s is None or rested_s <= row.may_rest_s:
+        return None
+    return (
+        f"it beat, but its count of work stood still at {row.work} for {rested_s:.0f} s with work in hand "
+        f"(run.work_deadline_s; last it said '{row.message}')"
+    )
 
 
 def _name(actor: Actor) -> str:

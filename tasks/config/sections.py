@@ -124,6 +124,14 @@ class RunSection(Section):
         le=LONGEST_S,
         description="Seconds of silence after which an actor is dead; it beats every 2 s.",
     )
+    work_deadline_s: float = Field(
+        default=300.0,
+        gt=0,
+        le=LONGEST_S,
+        description="Seconds for which an actor with work in hand may beat and not get on (no token, scored answer or "
+        "micro-batch) until it is replaced; scoring adds its time limits. Loading a version may take 900 s more, "
+        "publishing and checkpoints half of step_deadline_s. Starting and waiting for others do not count.",
+    )
     start_deadline_s: float = Field(
         default=600.0, gt=0, le=LONGEST_S, description="Longest start of a replica or trainer, in seconds."
     )

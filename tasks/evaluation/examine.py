@@ -44,7 +44,6 @@ async def evaluate(
     answerer: Answerer,
     examinations: Sequence[Examination],
     concurrency: int,
-    count_work: Callable[[int], None] = lambda answers: None,
     given_up: Container[str] = (),
     before_each: Callable[[str], Awaitable[None]] | None = None,
 ) -> dict[str, EvaluationResult]:
@@ -54,7 +53,6 @@ async def evaluate(
         answerer: answers.
         examinations: what is asked, and how often.
         concurrency: answers in flight at once.
-        count_work: hears of every answer, which shows that the evaluation gets on.
         given_up: keys of questions that are not asked, and so count 0.
         before_each: hears the key of a question before each of its answers.
     """
@@ -64,9 +62,7 @@ async def evaluate(
             raise ItemFailed("it has ended engines")
         if before_each is not None:
             await before_each(item.key)
-        trajectory = await answerer.answer_once(name, item, temperature)
-        count_work(1)
-        return trajectory
+        return await answerer.answer_once(name, item, temperature)
 
     free = asyncio.Semaphore(concurrency)
     return {

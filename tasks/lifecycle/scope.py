@@ -4,6 +4,7 @@ Invariant: a process whose attempt is no longer current, that was told to end, w
 gone for good, does not go on, whatever the main thread computes and whether or not the ledger takes writes.
 """
 
+import itertools
 import logging
 import os
 import signal
@@ -16,8 +17,9 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from planners.errors import UserError
 from tasks.config.passwords import without_password
-from tasks.exchange.ledger import Actor, Fenced, Ledger, Process
+from tasks.exchange.ledger import Actor, Beat, Fenced, Ledger, Process
 from tasks.lifecycle.silence import Silence
+from tasks.lifecycle.work import Work
 from tasks.machine.processes import process_key
 
 FENCED_EXIT_STATUS = 75
@@ -51,7 +53,7 @@ class ActorScope:
     held up by a backward pass, since the interpreter's wake-up byte is written at once), the ledger, or a supervisor
     that is gone for good; from then on nobody waits for a ledger that does not answer. In the same way `on_drain` hears
     that it is to take on nothing new and to leave when that is done. At the end of the scope the ledger hears that the
-    actor is done, or failed and why; the first word counts.
+    actor is done, or failed and why; the first word counts. `work` is what its beats tell of what it has in hand.
     """
 
     def __init__(
@@ -67,12 +69,13 @@ class ActorScope:
     ) -> None:
         """`hears_sigterm`: False where somebody else handles the signal."""
         self.actor = actor
+        self.work = Work()
         self._ledger = ledger
         self._process = process
         self._on_leave = on_leave
         self._on_drain = on_drain
         self._interval_s = interval_s
-        self._state, self._message, self._work = "starting", "", 0
+        self._state, self._message = "starting", ""
         self._stopped = threading.Event()
         self._told = threading.Lock()
         self._beats = threading.Thread(target=self._beat_until_stopped, name="heartbeat", daemon=True)
@@ -85,10 +88,6 @@ class ActorScope:
     def say(self, message: str) -> None:
         """Set what the next beats say besides the state."""
         self._message = message
-
-    def add_work(self, amount: int = 1) -> None:
-        """Count work done, of whatever unit shows that the actor gets on."""
-        self._work += amount
 
     def __enter__(self) -> Self:
         if self._ear:
@@ -133,9 +132,9 @@ class ActorScope:
 
     def _beat_until_stopped(self) -> None:
         silence, drains = Silence(_LONGEST_GAP_S), False
-        while True:
+        for number in itertools.count(2):
             try:
-                beat = self._ledger.heartbeat(self.actor, self._state, self._message, self._work)
+                beat = self._beat(number)
             except Fenced as error:
                 _log.error("%s", error)
                 os._exit(FENCED_EXIT_STATUS)
@@ -154,6 +153,18 @@ class ActorScope:
                     self._leave(f"the supervisor has been silent for {silent_s:.0f} s")
             if self._stopped.wait(self._interval_s):
                 return
+
+    def _beat(self, number: int) -> Beat:
+        told = self.work.told()
+        return self._ledger.heartbeat(
+            self.actor,
+            self._state,
+            self._message,
+            told.count,
+            may_rest_s=told.may_rest_s,
+            named=told.groups,
+            number=number,
+        )
 
 
 class _Ear:

@@ -1,10 +1,9 @@
 """For how long a run has stood still: what `run.step_deadline_s` is held against."""
 
-import time
 from collections.abc import Callable
 
 from tasks.exchange.ledger import ActorRow, Ledger
-from tasks.lifecycle.silence import Silence
+from tasks.lifecycle.silence import Silence, steady_s
 
 LOOK_EVERY_S = 1.0
 _LONGEST_GAP_S = 10.0
@@ -19,7 +18,7 @@ class Stall:
     a full deadline begins.
     """
 
-    def __init__(self, ledger: Ledger, run_id: str, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, ledger: Ledger, run_id: str, clock: Callable[[], float] = steady_s) -> None:
         """`clock` gives seconds that only grow."""
         self._ledger = ledger
         self._run_id = run_id

@@ -4,7 +4,7 @@ Whatever goes wrong with one question is that question's failure, and nobody els
 """
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -35,11 +35,12 @@ def blaming_the_item() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Answerer:
-    """Lets the engine's policy act in the environment."""
+    """Lets the engine's policy act in the environment; `count_work` hears of every trajectory."""
 
     engine: Engine
     environment: Environment
     sampling: Sampling
+    count_work: Callable[[int], object] = lambda amount: None
 
     async def answer_group(self, name: str, item: Item, group_size: int) -> tuple[Trajectory, ...] | None:
         """`group_size` trajectories of one question, or None if any of them was aborted.
@@ -75,4 +76,6 @@ class Answerer:
             return answer
 
         with blaming_the_item():
-            return await self.environment.run(item, generate)
+            trajectory = await self.environment.run(item, generate)
+        self.count_work(1)
+        return trajectory

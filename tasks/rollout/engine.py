@@ -18,6 +18,9 @@ nothing, or finish under the old weights before the new ones are loaded."""
 FinishReason = Literal["stop", "length", "aborted"]
 """`stop`: a stop token was sampled (it is kept); `length`: `max_new_tokens` reached; `aborted`: ended by `abort`."""
 
+LOAD_DEADLINE_S = 900.0
+"""Longest time for one swap of weights, the wait for answers in flight under `drain` included."""
+
 
 @dataclass(frozen=True, slots=True)
 class Sampling:

@@ -107,6 +107,7 @@ async def serve(ledger: Ledger, scope: ActorScope, plan: ReplicaPlan, end: End) 
         concurrency=plan.concurrency,
         tensor_parallel=plan.tensor_parallel,
         seed=experiment.run.seed + 1000 * actor.slot + actor.attempt,
+        count_work=scope.work.add,
     )
     async with open_answerer(experiment, setup) as (answerer, questions):
         if (lineage, number) != (0, 0):
@@ -128,7 +129,7 @@ async def serve(ledger: Ledger, scope: ActorScope, plan: ReplicaPlan, end: End) 
                 questions,
                 tracker,
                 setup.concurrency,
-                scope.add_work,
+                scope.work,
                 scope.say,
                 versions,
             )

@@ -22,8 +22,9 @@ from tasks.exchange.layout import RunDirectory
 from tasks.exchange.ledger import Actor, Evaluation, Lease, Ledger
 from tasks.exchange.payloads import save_group
 from tasks.exchange.trajectories import Group, Trajectory
+from tasks.lifecycle.work import Work
 from tasks.rollout.answering import Answerer, ItemFailed, blaming_the_item
-from tasks.rollout.engine import Engine, EngineDied
+from tasks.rollout.engine import LOAD_DEADLINE_S, Engine, EngineDied
 from tasks.rollout.versions import WholeVersions
 from tasks.tracking.tracker import Tracker
 
@@ -37,7 +38,7 @@ _log = logging.getLogger(__name__)
 class ReplicaParts:
     """What a replica works with.
 
-    `concurrency` is the number of answers in flight that the plan allows; `count_work` hears of every answer and load,
+    `concurrency` is the number of answers in flight that the plan allows; `work` hears of every group and load,
     `say` of what the replica does besides answering, and with "" that it answers again.
     """
 
@@ -50,7 +51,7 @@ class ReplicaParts:
     questions: Questions
     tracker: Tracker
     concurrency: int
-    count_work: Callable[[int], None]
+    work: Work
     say: Callable[[str], object]
     versions: WholeVersions
 
@@ -77,6 +78,8 @@ class Replica:
     def __init__(self, parts: ReplicaParts) -> None:
         self._p = parts
         self._workload = parts.experiment.workload
+        # Between two answers that are scored lies the scoring of one, which nothing else may accompany.
+        self._may_rest_s = parts.experiment.run.work_deadline_s + sum(r.timeout_s for r in parts.experiment.rewards)
         self._in_flight: dict[int, Lease] = {}
         self._failed: set[int] = set()
         self._leases = 0
@@ -119,7 +122,7 @@ class Replica:
                     await self._wait_for_change()
                     continue
                 self._begin(lease)
-                task = tasks.create_task(self._answer(lease))
+                task = tasks.create_task(self._hold(lease))
                 groups.add(task)
                 task.add_done_callback(groups.discard)
             await self._abort([*self._in_flight])
@@ -146,6 +149,10 @@ class Replica:
         if not self._in_flight:
             self._mark_busy()
         self._in_flight[lease.group_id] = lease
+
+    async def _hold(self, lease: Lease) -> None:
+        with self._p.work.in_hand(self._may_rest_s, lease.group_id):
+            await self._answer(lease)
 
     async def _answer(self, lease: Lease) -> None:
         try:
@@ -193,7 +200,6 @@ class Replica:
             return
         names = self._p.answerer.environment.reward_names
         group = Group(lease.group_id, lease.prompt_index, prompt_ids, trajectories, names)
-        self._p.count_work(len(trajectories))
         if not group.usable:
             ledger.drop_group(actor, lease.group_id, "too_few_scored")
             return
@@ -230,7 +236,9 @@ class Replica:
             found = await asyncio.to_thread(self._p.versions.claim_newest, self._p.engine.loaded)
             if found is not None:
                 (lineage, number), path = found
-                await self._load(lineage, number, path)
+                # The engine's own deadline comes first; this is for one that is past keeping it.
+                with self._p.work.in_hand(LOAD_DEADLINE_S + self._may_rest_s):
+                    await self._load(lineage, number, path)
                 self._changed.set()
             await asyncio.sleep(_POLL_S)
 
@@ -247,7 +255,7 @@ class Replica:
             await asyncio.to_thread(ledger.set_loaded, actor, lineage, number)
         self._draining = False
         load_s = time.monotonic() - started
-        self._p.count_work(1)
+        self._p.work.add()
         await asyncio.to_thread(ledger.record_span, actor, "load", f"version {lineage} {number}", load_s)
         await self._abort([lease.group_id for lease in self._in_flight.values() if self._is_late(lease, number)])
         self._track(number, load_s)
@@ -264,7 +272,8 @@ class Replica:
                 return False
             _log.info("evaluating version %d (%s)", request.version, request.purpose)
             self._p.say(f"evaluating version {request.version}, {request.purpose} training")
-            result = await self._evaluate(request)
+            with self._p.work.in_hand(self._may_rest_s):
+                result = await self._evaluate(request)
             await asyncio.to_thread(self._p.ledger.record_evaluation, self._p.actor, request.purpose, as_json(result))
             self._p.say("")
         # The time went into the evaluation, not into waiting for the trainer.
@@ -273,16 +282,16 @@ class Replica:
 
     async def _evaluate(self, request: Evaluation) -> dict[str, EvaluationResult]:
         """Ask all questions, or, where engines have died of them, one by one beside nothing else."""
-        examinations, count = self._p.questions.examinations, self._p.count_work
+        examinations = self._p.questions.examinations
         if not request.is_careful:
-            return await evaluate(self._p.answerer, examinations, self._p.concurrency, count, request.given_up)
+            return await evaluate(self._p.answerer, examinations, self._p.concurrency, request.given_up)
 
         async def name(key: str) -> None:
             await asyncio.to_thread(self._p.ledger.try_question, self._p.actor, request.purpose, key)
 
         while self._in_flight:
             await self._wait_for_change()
-        return await evaluate(self._p.answerer, examinations, 1, count, request.given_up, name)
+        return await evaluate(self._p.answerer, examinations, 1, request.given_up, name)
 
     # Activity
 

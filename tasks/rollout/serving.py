@@ -1,6 +1,6 @@
 """Everything that answers prompts, opened together and ended together: engine, scoring processes, questions."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +34,8 @@ class AnsweringSetup:
     concurrency: int
     seed: int
     tensor_parallel: int = 1
+    count_work: Callable[[int], object] = lambda amount: None
+    """Hears of tokens generated and answers scored."""
 
 
 @asynccontextmanager
@@ -54,6 +56,7 @@ async def open_answerer(experiment: Experiment, setup: AnsweringSetup) -> AsyncI
         kind=setup.kind,
         cache_dir=load_settings().local.cache,
         seed=setup.seed,
+        count_tokens=setup.count_work,
     )
     try:
         scoring = ScoringPool(experiment.rewards, experiment.sources, experiment.rollout.scoring_processes)
@@ -61,7 +64,7 @@ async def open_answerer(experiment: Experiment, setup: AnsweringSetup) -> AsyncI
             sampling = Sampling(
                 experiment.sampling.temperature, experiment.workload.max_new_tokens, chat.stop_token_ids
             )
-            yield Answerer(engine, SingleTurn(chat, tokenizer, scoring), sampling), questions
+            yield Answerer(engine, SingleTurn(chat, tokenizer, scoring), sampling, setup.count_work), questions
         finally:
             await scoring.close()
     finally:

@@ -6,7 +6,7 @@ dealt to ranks.
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -70,13 +70,17 @@ class Engine:
         zero_stage: int,
         micro_batch_tokens: int,
         reference: Policy | None = None,
+        count_work: Callable[[int], object] = lambda amount: None,
     ) -> None:
-        """`reference` is the model that the run began with; needed where the algorithm asks for it."""
+        """`count_work` hears of every micro-batch; `reference` is the model that the run began with, needed where the
+        algorithm asks for it.
+        """
         if algorithm.needs_reference and reference is None:
             raise ValueError(f"{algorithm.kind} needs a reference policy")
         self._algorithm = algorithm
         self._settings = optimizer
         self._reference = reference
+        self._count_work = count_work
         self.zero_stage = zero_stage
         self._parameters = sum(parameter.numel() for parameter in policy.parameters())
         self._micro_batch_tokens = micro_batch_tokens
@@ -196,11 +200,17 @@ class Engine:
         if self._reference is None:
             return batches
         with torch.no_grad():
-            return [batch._replace(reference_logprobs=self._reference(batch)[0]) for batch in batches]
+            return [self._with_reference(self._reference, batch) for batch in batches]
+
+    def _with_reference(self, reference: Policy, batch: MicroBatch) -> MicroBatch:
+        logprobs = reference(batch)[0]
+        self._count_work(1)
+        return batch._replace(reference_logprobs=logprobs)
 
     @torch.no_grad()
     def _logprobs(self, batch: MicroBatch) -> Tensor:
         logprobs: Tensor = self.deepspeed(batch)[0]
+        self._count_work(1)
         return logprobs
 
     @torch.no_grad()
@@ -221,6 +231,7 @@ class Engine:
             # DeepSpeed averages gradients over ranks; the loss is a mean over the tokens of all ranks.
             self.deepspeed.backward(sums.loss * (self._ranks.size / tokens))
             totals.add(sums, batch)
+            self._count_work(1)
         totals.count_update(self._apply())
 
     def _apply(self) -> float:
@@ -275,7 +286,13 @@ class StepTotals:
 
 
 def load_engine(
-    model_path: Path, experiment: Experiment, ranks: Ranks, *, zero_stage: int, micro_batch_tokens: int
+    model_path: Path,
+    experiment: Experiment,
+    ranks: Ranks,
+    *,
+    zero_stage: int,
+    micro_batch_tokens: int,
+    count_work: Callable[[int], object] = lambda amount: None,
 ) -> Engine:
     """The model that a run begins with and its optimiser, and the model once more if the algorithm refers to it.
 
@@ -285,6 +302,7 @@ def load_engine(
         ranks: this process's place.
         zero_stage: DeepSpeed ZeRO stage.
         micro_batch_tokens: largest packed micro-batch in tokens.
+        count_work: hears of every micro-batch.
     """
     dtype, max_context = torch_dtype(experiment.model.dtype), experiment.model.max_context
     temperature = experiment.sampling.temperature
@@ -303,6 +321,7 @@ def load_engine(
         zero_stage=zero_stage,
         micro_batch_tokens=micro_batch_tokens,
         reference=reference,
+        count_work=count_work,
     )
 
 

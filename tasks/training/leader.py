@@ -163,7 +163,7 @@ class Leader:
         finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
         finite["nonfinite/metrics"] = float(len(metrics) - len(finite))
         self.ledger.record_step(self.actor, step, json.dumps(finite))
-        self.scope.add_work()
+        self.scope.work.add()
         self.tracker.log(metrics, step)
 
     def _describe_silence(self, step: int, deadline_s: float) -> str:

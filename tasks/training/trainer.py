@@ -9,6 +9,7 @@ import logging
 import os
 import sys
 import time
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 import torch
@@ -71,6 +72,18 @@ class Trainer:
     def _step(self, step: int) -> None:
         started = time.monotonic()
         rows, groups, read, wait_s = self._take(step)
+        with self._in_hand(self._experiment.run.work_deadline_s):
+            self._work_on(step, rows, groups, read, started, wait_s)
+
+    def _work_on(
+        self,
+        step: int,
+        rows: list[GroupRow],
+        groups: list[StoredGroup],
+        read: StepData,
+        started: float,
+        wait_s: float,
+    ) -> None:
         result = self._update(read, step)
         train_s = time.monotonic() - started - wait_s
         if self._leader:
@@ -179,9 +192,11 @@ class Trainer:
     def _publish(self, number: int) -> float:
         """Publish the policy as version `number`; returns the seconds it took."""
         started = time.monotonic()
-        weights = self._engine.state_dict(torch_dtype(self._experiment.model.dtype))
+        with self._in_hand(self._experiment.run.step_deadline_s / 2):
+            weights = self._engine.state_dict(torch_dtype(self._experiment.model.dtype))
+            if self._leader:
+                self._leader.publish(number, weights)
         if self._leader:
-            self._leader.publish(number, weights)
             self._leader.ledger.record_span(
                 self._leader.actor, "publish", f"version {number}", time.monotonic() - started
             )
@@ -194,7 +209,8 @@ class Trainer:
             return 0.0
         started = time.monotonic()
         confirm = self._leader.confirm if self._leader else _nothing
-        save_checkpoint(self._run, step, self._lineage, self._engine, self._ranks, confirm)
+        with self._in_hand(settings.step_deadline_s / 2):
+            save_checkpoint(self._run, step, self._lineage, self._engine, self._ranks, confirm)
         if self._leader:
             self._leader.delete_checkpoints()
             self._leader.delete_payloads()
@@ -203,9 +219,17 @@ class Trainer:
             )
         return time.monotonic() - started
 
+    def _in_hand(self, may_rest_s: float) -> AbstractContextManager[None]:
+        """The leader has work in hand; it is the one whose beats tell."""
+        return self._leader.scope.work.in_hand(may_rest_s) if self._leader else nullcontext()
+
 
 def _nothing() -> None:
     """Followers have no attempt of their own to confirm."""
+
+
+def _count_for_nobody(amount: int) -> None:
+    """Followers do not beat: where one stands still, its leader does."""
 
 
 def train(args: argparse.Namespace, experiment: Experiment, leader: Leader | None) -> None:
@@ -222,7 +246,8 @@ def train(args: argparse.Namespace, experiment: Experiment, leader: Leader | Non
     check_memory(model_path, experiment.model.dtype, plan.zero_stage, ranks, with_reference=needs_reference)
     torch.manual_seed(experiment.run.seed)
     sizes = {"zero_stage": plan.zero_stage, "micro_batch_tokens": plan.micro_batch_tokens}
-    engine = load_engine(model_path, experiment, ranks, **sizes)
+    count_work = leader.scope.work.add if leader else _count_for_nobody
+    engine = load_engine(model_path, experiment, ranks, **sizes, count_work=count_work)
     if args.resume_step:
         (lineage,) = ranks.share([leader.checkpoint_lineage(args.resume_step) if leader else 0])
         load_checkpoint(run, lineage, args.resume_step, engine, ranks)

@@ -74,7 +74,8 @@ def test_weights_change_under_running_requests(tmp_path: Path, one_core: int) ->
 
 async def _live_through_swaps(weights: list[Path], cache_dir: Path, core: int) -> None:
     others = set(psutil.Process().children())
-    engine = await VllmEngine.start(weights[0], **_SIZES, cache_dir=cache_dir)
+    counted: list[int] = []
+    engine = await VllmEngine.start(weights[0], **_SIZES, cache_dir=cache_dir, count_tokens=counted.append)
     try:
         process = _started_since(others)
         threads = [int(task.name) for task in Path(f"/proc/{process.pid}/task").iterdir()]
@@ -83,6 +84,7 @@ async def _live_through_swaps(weights: list[Path], cache_dir: Path, core: int) -
         assert listening <= {"127.0.0.1"}, "nobody else can reach it"
         assert process.environ()["GLOO_SOCKET_IFNAME"] == "lo", "also where the machine's name is another address"
         _holds_what_the_planner_computes(engine, weights[0])
+        await _counts_tokens_on_the_way(engine, counted)
         await _stops_at_a_stop_token(engine, weights)
         await _continue_keeps_versions_per_token(engine, weights)
         await _restart_starts_answers_again(engine, weights)
@@ -130,6 +132,13 @@ def _holds_what_the_planner_computes(engine: VllmEngine, path: Path) -> None:
     blocks = engine._llm.vllm_config.cache_config.num_gpu_blocks
     assert blocks is not None
     assert blocks * CPU_BLOCK_TOKENS == pytest.approx(expected, rel=0.01)
+
+
+async def _counts_tokens_on_the_way(engine: VllmEngine, counted: list[int]) -> None:
+    counted.clear()
+    answer = await engine.generate("counted", PROMPT, LONG)
+    assert sum(counted) == answer.tokens == LONG.max_new_tokens
+    assert len(counted) > 5, "a long answer shows only at its end that the engine got on"
 
 
 async def _stops_at_a_stop_token(engine: VllmEngine, weights: list[Path]) -> None:

@@ -3,8 +3,9 @@
 Whatever happens in `tests.support.world`, and whichever answers are lost, no group and no prompt is consumed twice in
 the surviving lineage, no consumed token is older than η or of an abandoned version, no file under a reader is deleted,
 the dead write nothing, who is told to drain begins nothing new and loses nothing, no damaged payload is consumed, no
-question is blamed for deaths of engines unless it has ended two of them alone, and from every state a fair schedule
-ends the run.
+question is blamed for deaths of engines unless it has ended two of them alone, what was leased to one who never heard
+of it is given out again and nothing else is, who beats and gets on is not fenced for silence or standing still, and
+from every state a fair schedule ends the run.
 """
 
 import random

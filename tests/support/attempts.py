@@ -110,7 +110,9 @@ class Attempts:
         if self.rules(supervisor) and not (self.is_current(actor) and row.assigned_by == supervisor.attempt):
             return  # it knows its own
         seen = self.dice.choice([None, row.serial, row.serial - 1, row.serial - 1])
-        spared = self.call(self.rules(supervisor), lambda: self.ledger.fence(supervisor, actor, seen) is None)
+        spared = self.call(
+            self.rules(supervisor), lambda: self.ledger.fence(supervisor, actor, seen_serial=seen) is None
+        )
         if not self.rules(supervisor):
             return
         if row.state in OPEN and seen in (None, row.serial):

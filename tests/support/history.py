@@ -5,6 +5,7 @@ One list serves the test that counts the rows that each call reads and the bench
 
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from sqlalchemy import CTE, ColumnElement, Connection, String, Table, case, cast, insert, literal, select
@@ -105,7 +106,9 @@ class History:
     def _work(self, call: Call) -> None:
         ledger, step = self.ledger, self.step
         for actor in (self.supervisor, self.trainer, *self.replicas):
-            call("heartbeat", lambda: ledger.heartbeat(actor, "running", "at work"))  # noqa: B023
+            named = [lease.group_id for holder, lease in self._leases if holder == actor]
+            beat = partial(ledger.heartbeat, actor, "running", "at work", step, may_rest_s=300.0, named=named)
+            call("heartbeat", beat)
             call("record_span", lambda: ledger.record_span(actor, "busy", f"step {step}", 1.0))  # noqa: B023
         call("claim_evaluation, none to have", lambda: ledger.claim_evaluation(self.replicas[0], self.step))
         call("confirm", lambda: ledger.confirm(self.supervisor))

@@ -3,6 +3,7 @@
 import functools
 import os
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -58,6 +59,7 @@ def make_engine(
     micro_batch_tokens: int = 1024,
     dtype: torch.dtype = torch.float32,
     ranks: Ranks | None = None,
+    count_work: Callable[[int], object] = lambda amount: None,
 ) -> Engine:
     return Engine(
         policy or Policy(tiny_model(seed=seed).to(dtype), 1.0),
@@ -69,6 +71,7 @@ def make_engine(
         zero_stage=zero_stage,
         micro_batch_tokens=micro_batch_tokens,
         reference=reference,
+        count_work=count_work,
     )
 
 

@@ -2,7 +2,8 @@
 
 The model beside the ledger knows what the ledger cannot: the true (lineage, number) of every token, and what lies on
 storage. Every method of `World` is one thing that can happen, and checks what must hold of it. Answers of the ledger
-are lost at random, and what was asked is asked again.
+are lost at random, and what was asked is asked again, or never. Beats are begun and end at different times, some hang
+on for long, and who looks for the silent and the stuck fences them late.
 
 Questions repeat: the one at a prompt index is `index % questions`. Replicas name it, or die before they do.
 """
@@ -27,7 +28,18 @@ SIZES = st.tuples(st.integers(1, 3), st.integers(0, 3), st.integers(1, 4))
 
 
 @dataclass
+class Heard:
+    """What the ledger has of a replica's last beat: its number, the work it counted, and whether any was in hand."""
+
+    number: int = 1
+    work: int = 0
+    is_busy: bool = False
+
+
+@dataclass
 class Replica:
+    """`lost` are the leases whose answers never came, with the beats begun since; `seen` is from a look of before."""
+
     actor: Actor
     engine: Version = (0, 0)
     claimed: Version | None = None
@@ -35,6 +47,12 @@ class Replica:
     in_flight: dict[int, list[Version]] = field(default_factory=dict)
     leases: int = 0
     draining: bool = False
+    lost: dict[int, int] = field(default_factory=dict)
+    work: int = 0
+    beats: int = 1
+    beat: tuple[Heard, frozenset[int]] | None = None
+    heard: Heard = field(default_factory=Heard)
+    seen: Heard | None = None
 
 
 class World:
@@ -206,9 +224,83 @@ class World:
         replica.in_flight[lease.group_id] = self.tokens[lease.group_id]
         return True
 
+    def lose_lease(self, replica: Replica) -> bool:
+        """A lease whose answer is lost, and which the replica never asks for again."""
+        lease = self.ask(replica)
+        if lease is None:
+            return False
+        replica.leases += 1
+        self.prompt_of[lease.group_id] = lease.prompt_index
+        self.tokens[lease.group_id] = [replica.engine]
+        replica.lost[lease.group_id] = 0
+        return True
+
+    def begin_beat(self, replica: Replica) -> bool:
+        """What a beat says is as it was when it began."""
+        if replica.beat is not None:
+            return False
+        replica.beats += 1
+        is_busy = bool(replica.in_flight) or replica.loading
+        replica.beat = Heard(replica.beats, replica.work, is_busy), frozenset(replica.in_flight)
+        replica.lost = {group_id: beats + 1 for group_id, beats in replica.lost.items()}
+        return True
+
+    def end_beat(self, replica: Replica) -> bool:
+        """The ledger hears it; where the answer is lost, twice. Returns whether that may have moved anything."""
+        if replica.beat is None:
+            return False
+        (said, named), replica.beat = replica.beat, None
+        had_lost = bool(replica.lost)
+        telling: dict[str, Any] = {"may_rest_s": 1.0 if said.is_busy else None, "named": named, "number": said.number}
+        for _ in range(self.dice.randint(1, 2)):
+            wanted = self.ledger.heartbeat(replica.actor, "running", "", said.work, **telling).wanted
+            assert wanted == ("drain" if replica.draining else "run")
+        replica.heard = said
+        fates = {row.group_id: (row.state, row.drop_reason) for row in self.ledger.groups(self.run_id)}
+        for group_id in replica.in_flight:
+            assert fates[group_id] != ("dropped", "lease_lost"), "what a replica works on was given out again"
+        for group_id, beats in list(replica.lost.items()):
+            if fates[group_id] == ("leased", None):
+                assert beats <= 2, "three beats begun after a lease did not name it, and it is still out"
+                continue
+            assert beats >= 2 or fates[group_id][1] != "lease_lost", "given out before two beats begun after the lease"
+            del replica.lost[group_id]
+        return had_lost
+
+    def look(self, replica: Replica) -> bool:
+        """The supervisor sees how far the beats are."""
+        rows = self.ledger.actors(self.run_id)
+        row = next(row for row in rows if (row.role, row.slot) == ("replica", replica.actor.slot))
+        replica.seen = Heard(row.serial, row.work, row.may_rest_s is not None)
+        assert replica.seen == replica.heard
+        return True
+
+    def fence_late(self, replica: Replica) -> bool:
+        """The supervisor fences who was silent or stuck when it looked, however long ago that was."""
+        seen, replica.seen = replica.seen, None
+        if seen is None:
+            return False
+        if self.dice.random() < 0.5:  # while it waits for a lock
+            self.complete(replica)
+            self.begin_beat(replica)
+            self.end_beat(replica)
+        heard, zombie, supervisor = replica.heard, replica.actor, supervisor_of(self.ledger, self.run_id)
+        if self.dice.random() < 0.5:
+            fenced = self.ledger.fence(supervisor, zombie, seen_serial=seen.number)
+            assert (fenced is not None) == (heard.number == seen.number), "fenced although it had beaten, or not at all"
+        else:
+            fenced = self.ledger.fence(supervisor, zombie, seen_work=seen.work)
+            is_stuck = heard.is_busy and heard.work == seen.work
+            assert (fenced is not None) == is_stuck, "fenced although it had got on, or not at all"
+        if fenced is None:
+            return False
+        self.return_after(replica, zombie)
+        return True
+
     def complete(self, replica: Replica) -> bool:
         if not replica.in_flight:
             return False
+        replica.work += 1
         group_id = self.dice.choice(list(replica.in_flight))
         del replica.in_flight[group_id]
         numbers = [number for _, number in self.tokens[group_id]]
@@ -256,7 +348,6 @@ class World:
             return False
         for _ in range(self.dice.randint(1, 2)):
             self.ledger.want(supervisor_of(self.ledger, self.run_id), replica.actor, "drain")
-        assert self.ledger.heartbeat(replica.actor).wanted == "drain"
         replica.draining = True
         return True
 
@@ -275,6 +366,11 @@ class World:
             fence(self.ledger, zombie)
         else:
             replica.actor = self.register("replica", zombie.slot)
+        self.return_after(replica, zombie)
+        return True
+
+    def return_after(self, replica: Replica, zombie: Actor) -> None:
+        """The one who was fenced can do nothing any more, and the slot's next attempt joins and loads."""
         with pytest.raises(Fenced):
             self.ledger.lease_group(zombie, 0, f"lease-{replica.leases}")
         for group_id in replica.in_flight:
@@ -283,12 +379,12 @@ class World:
         if replica.actor == zombie:
             replica.actor = self.register("replica", zombie.slot)
         self._begin_again(replica)
-        return True
 
     def engine_dies(self, replica: Replica) -> bool:
         """It ends by itself, whatever it was answering, and somebody has seen it."""
         held = [row.group_id for row in self.ledger.groups(self.run_id) if row.state == "leased"]
-        lost = [group_id for group_id in replica.in_flight if group_id in held]
+        # Of a lease whose answer was lost nobody knows that it was not being answered.
+        lost = [group_id for group_id in (*replica.in_flight, *replica.lost) if group_id in held]
         if len(lost) == 1:
             self.died_alone[self.question(lost[0])] += 1
         self.deaths += 1
@@ -312,6 +408,8 @@ class World:
         """The next attempt of the slot holds nothing and has the newest version."""
         self.payloads |= replica.in_flight.keys()  # it may have died after it wrote them
         replica.in_flight, replica.claimed, replica.loading, replica.draining = {}, None, False, False
+        replica.lost, replica.work, replica.beats, replica.beat, replica.seen = {}, 0, 1, None, None
+        replica.heard = Heard()
         latest = self.ledger.latest_version(self.run_id)
         assert latest is not None
         assert self.ledger.claim_version(replica.actor, *latest)
@@ -330,6 +428,8 @@ class World:
                 lambda: self.name_question(replica),
                 lambda: self.engine_dies(replica),
                 self.find_damage,
+                lambda: self.lose_lease(replica),
+                lambda: self.fence_late(replica),
             ]
             return self.dice.choice(failures)()
         actions = [
@@ -345,6 +445,9 @@ class World:
             lambda: self.complete(replica),
             lambda: self.drain(replica),
             lambda: self.leave_and_return(replica),
+            lambda: self.begin_beat(replica),
+            lambda: self.end_beat(replica),
+            lambda: self.look(replica),
         ]
         return self.dice.choice(actions)()
 
@@ -360,4 +463,6 @@ class World:
             while self.complete(replica):
                 moved = True
             moved |= self.leave_and_return(replica)
+            self.begin_beat(replica)
+            moved |= self.end_beat(replica)
         return self.take() | self.train() | moved

@@ -3,11 +3,12 @@
 The supervisor gives attempts out, and a process registers as exactly the one it was started for; the supervisor's own
 is made where its run begins or is taken over (`runs`). A lease lives as long as its actor is the current attempt of its
 slot, so heartbeats renew leases by being there, and a long generation keeps its lease. Who replaces or fences an actor
-gives its prompts out again in the same transaction.
+gives its prompts out again in the same transaction; and what an actor was leased without ever hearing of it, its beats
+do not name.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from sqlalchemy import ColumnElement, Connection, Row, Select, and_, delete, func, insert, select, update
@@ -25,12 +26,14 @@ from tasks.exchange.ledger.fence import (
     rows_of,
 )
 from tasks.exchange.ledger.rows import Actor, ActorRow, Beat, Fenced, Process
-from tasks.exchange.ledger.schema import actors, evaluations, groups, runs, weight_claims
+from tasks.exchange.ledger.schema import actors, evaluations, groups, is_open, runs, weight_claims
 
 ROLES = ("trainer", "replica")
 """What a supervisor gives out."""
 _WEAKER = {"drain": ("run",), "leave": ("run", "drain")}
 """What each word to an actor takes the place of."""
+_UNNAMED_BEATS = 2
+"""Beats begun after a lease that do not name it, until it is given out again."""
 
 
 class Actors(Database):
@@ -108,7 +111,17 @@ class Actors(Database):
             if connection.scalar(select(actors.c.process_key).where(*this)) != process.key:
                 raise Fenced(f"{name_of(actor)} is another process already")
 
-    def heartbeat(self, actor: Actor, state: str = "running", message: str = "", work: int = 0) -> Beat:
+    def heartbeat(
+        self,
+        actor: Actor,
+        state: str = "running",
+        message: str = "",
+        work: int = 0,
+        *,
+        may_rest_s: float | None = None,
+        named: Collection[int] | None = None,
+        number: int | None = None,
+    ) -> Beat:
         """Say that the actor is alive, which renews its leases, and hear what it should do.
 
         One update of the actor's own row, without waiting for the run's other writers. A beat that comes after the
@@ -119,20 +132,42 @@ class Actors(Database):
             state: "starting" or "running".
             message: what it does, or waits for.
             work: work done since it registered.
+            may_rest_s: seconds for which `work` may stand still in what it does now; None: it has nothing in hand.
+            named: the groups that it works on. What two beats begun after its lease do not name is given out again:
+                the answer to the lease was lost. None: it leases none.
+            number: which beat of its process this is, the first after its registration being 2; a later one is begun
+                when those before it are over. The same one repeated changes nothing. None: the next.
 
         Raises:
             Fenced: this attempt is no longer current.
         """
         if state not in ACTIVE:
             raise ValueError(f"an actor that beats is {' or '.join(ACTIVE)}, not {state}; `finish` ends it")
-        values = {"state": state, "message": message, "work": work, "serial": actors.c.serial + 1}
-        own = (*rows_of(actor, actors), actors.c.state.in_(ACTIVE))
+        serial = actors.c.serial + 1 if number is None else number
+        values = {"state": state, "message": message, "work": work, "may_rest_s": may_rest_s, "serial": serial}
+        own = (*rows_of(actor, actors), actors.c.state.in_(ACTIVE), actors.c.serial < serial)
         with self.write(None) as connection:  # who fences it changes this row, so nobody else needs to wait
             beaten = connection.execute(update(actors).where(*own).values(**values, heartbeat_s=now_s())).rowcount
         with self.read() as connection:
             if not beaten and require_current(connection, actor) == "assigned":
                 raise Fenced(f"{name_of(actor)} has not registered")
-            return _answer(connection, actor)
+            answer = _answer(connection, actor)
+            unnamed = _leased_to(connection, actor).difference(named) if beaten and named is not None else set()
+        if unnamed:
+            self._count_unnamed(actor, unnamed)
+        return answer
+
+    def _count_unnamed(self, actor: Actor, unnamed: Collection[int]) -> None:
+        """Note that a beat has not named these leases, and give out again what enough beats have not named.
+
+        The first beat that finds a lease may have been begun before it, each later one was begun after. An attempt that
+        has ended meanwhile, which is no fault of its beat, holds none any more.
+        """
+        with self.write(actor.run_id) as connection:
+            these = and_(*rows_of(actor, groups), groups.c.state == "leased", groups.c.group_id.in_(unnamed))
+            more = {"unnamed_beats": groups.c.unnamed_beats + 1}
+            connection.execute(update(groups).where(these).values(**more))
+            drop_groups(connection, actor.run_id, and_(these, groups.c.unnamed_beats > _UNNAMED_BEATS), LEASE_LOST)
 
     def confirm(self, actor: Actor) -> None:
         """Look whether the actor may still write, without a beat.
@@ -172,16 +207,26 @@ class Actors(Database):
                     drop_groups(connection, actor.run_id, leases, ENGINE_DIED)
                 end_slots(connection, actor.run_id, actors.c.role == actor.role, actors.c.slot == actor.slot)
 
-    def fence(self, supervisor: Actor, actor: Actor, seen_serial: int | None = None) -> ActorRow | None:
+    def fence(
+        self,
+        supervisor: Actor,
+        actor: Actor,
+        *,
+        reason: str = "",
+        seen_serial: int | None = None,
+        seen_work: int | None = None,
+    ) -> ActorRow | None:
         """Declare an attempt dead: it can write no more, and what it holds is given out again. Safe to repeat.
 
         Args:
             supervisor: who decides it.
             actor: an attempt that this supervisor has given out.
+            reason: what is said of it from now on; empty: what it said last.
             seen_serial: serial number of the beat that it was silent since; None: it is to end, beat or not.
+            seen_work: count of work that stood still while it had work in hand; None: it is to end, work or not.
 
         Returns:
-            The attempt as it was left, whose process may be killed now; None if it has beaten since.
+            The attempt as it was left, whose process may be killed now; None if it has beaten or got on since.
 
         Raises:
             Fenced: this supervisor is no longer current.
@@ -192,9 +237,12 @@ class Actors(Database):
             require_supervisor(connection, supervisor)
             if _assigned_by(connection, actor) != supervisor.attempt:
                 raise ValueError(f"{name_of(actor)} was not given out by attempt {supervisor.attempt}")
-            silent = [] if seen_serial is None else [actors.c.serial == seen_serial]
-            fenced = update(actors).where(*this, actors.c.state.in_(OPEN), *silent).values(state="fenced")
-            if connection.execute(fenced).rowcount:
+            still = [] if seen_serial is None else [actors.c.serial == seen_serial]
+            still += [] if seen_work is None else [actors.c.work == seen_work, actors.c.may_rest_s.is_not(None)]
+            values = {"state": "fenced", **({"message": reason} if reason else {})}
+            if connection.execute(
+                update(actors).where(*this, actors.c.state.in_(OPEN), *still).values(values)
+            ).rowcount:
                 end_slots(connection, actor.run_id, actors.c.role == actor.role, actors.c.slot == actor.slot)
             row = _row(connection.execute(_with_silence().where(*this)).one())
         return None if row.state in OPEN else row
@@ -268,6 +316,12 @@ def _release(connection: Connection, run_id: str, role: str, slot: int) -> None:
     )
 
 
+def _leased_to(connection: Connection, actor: Actor) -> set[int]:
+    """The groups that are leased to this attempt: as many as it may have in flight."""
+    leased = (*rows_of(actor, groups), is_open, groups.c.state == "leased")
+    return set(connection.scalars(select(groups.c.group_id).where(*leased)))
+
+
 def _assigned_by(connection: Connection, actor: Actor) -> int | None:
     return connection.scalar(select(actors.c.assigned_by).where(*rows_of(actor, actors)))
 
@@ -304,6 +358,7 @@ def _row(row: Row[Any]) -> ActorRow:
         message=row.message,
         serial=row.serial,
         work=row.work,
+        may_rest_s=row.may_rest_s,
         process_key=row.process_key,
         machines=tuple(json.loads(row.machines)),
         epoch=row.epoch,

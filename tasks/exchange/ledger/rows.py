@@ -76,7 +76,8 @@ class ActorRow:
         loaded_version: the (lineage, number) that it said it has loaded.
         silent_s: seconds since its last beat on the database's clock: to be shown, not to decide by.
         serial: grows with every beat; who waits for a beat looks whether it stands still.
-        work: work done, as the actor counts it (answers, steps, loads).
+        work: work done, as the actor counts it (tokens, answers, loads, micro-batches).
+        may_rest_s: seconds for which `work` may stand still in what it does now; None: it has nothing in hand.
         process_key: which process has registered, see `machine.processes.process_key`.
         machines: those it was given to, the leading one first.
         epoch: plan epoch that it works for; None for supervisors.
@@ -95,6 +96,7 @@ class ActorRow:
     message: str
     serial: int = 0
     work: int = 0
+    may_rest_s: float | None = None
     process_key: str | None = None
     machines: tuple[str, ...] = ()
     epoch: int | None = None

@@ -13,7 +13,7 @@ Invariants:
 import asyncio
 import os
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -26,20 +26,21 @@ from tasks.exchange.trajectories import Segment
 from tasks.machine.deaths import Watch, how_it_ended
 from tasks.machine.network import LOOPBACK, talking_on
 from tasks.machine.processes import kill_processes
-from tasks.rollout.engine import Answer, EngineDied, FinishReason, InFlight, Sampling
+from tasks.rollout.engine import LOAD_DEADLINE_S, Answer, EngineDied, FinishReason, InFlight, Sampling
 
 if TYPE_CHECKING:
     from vllm.outputs import CompletionOutput
     from vllm.v1.engine.async_llm import AsyncLLM
 
-LOAD_DEADLINE_S = 900.0
-"""Longest time for one swap of weights, the wait for answers in flight under `drain` included."""
 SHUTDOWN_DEADLINE_S = 20.0
 """Longest time EngineCore may take to end before it is killed."""
 CPU_BLOCK_TOKENS = 16
 """Key-value block of a CPU replica, the smallest its kernels take. Only whole blocks of a prompt are shared in a group,
 and where answers are short prompts are most of the work: SmolLM2-135M, prompts of 27 and answers of 5 tokens, 64 at
 once, makes 42 response tokens per second of one core with blocks of 32 and 64 to 71 with these."""
+
+_TOKENS_AT_ONCE = 16
+"""How many tokens of an answer are told together: telling each one would cost the event loop dear."""
 
 _PAUSE_MODES: dict[InFlight, Literal["keep", "abort", "wait"]] = {
     "continue": "keep",
@@ -53,10 +54,17 @@ class VllmEngine:
     """An `Engine` (tasks/rollout/engine.py) on one device: the CPU cores this process may use, or the first GPU."""
 
     def __init__(
-        self, llm: "AsyncLLM", core: psutil.Process, replica: str, loaded: tuple[int, int], watch: Watch
+        self,
+        llm: "AsyncLLM",
+        core: psutil.Process,
+        replica: str,
+        loaded: tuple[int, int],
+        watch: Watch,
+        count_tokens: Callable[[int], object],
     ) -> None:
         self.replica = replica
         self.loaded = loaded
+        self._count_tokens = count_tokens
         self._llm = llm
         self._core = core
         # Its parent object, which alone hears its exit status.
@@ -84,6 +92,7 @@ class VllmEngine:
         cache_dir: Path,
         seed: int,
         tensor_parallel: int = 1,
+        count_tokens: Callable[[int], object] = lambda amount: None,
     ) -> "VllmEngine":
         """Start EngineCore on the weights of version (lineage, number) and answer one request to warm it up.
 
@@ -101,6 +110,7 @@ class VllmEngine:
             seed: of the draws of requests without a seed of their own; replicas need different ones.
             tensor_parallel: devices that share every layer; plans of today have 1, which is all that EngineCore alone
                 can do.
+            count_tokens: hears how many tokens were generated while answers are under way, a few dozen at a time.
         """
         _set_environment(cache_dir, kind)
         # vLLM reads its environment while it is imported.
@@ -112,7 +122,7 @@ class VllmEngine:
         arguments["tensor_parallel_size"] = tensor_parallel
         llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
         (core_pid,) = await llm.collective_rpc("process_id")
-        engine = cls(llm, psutil.Process(core_pid), replica, (lineage, number), watch)
+        engine = cls(llm, psutil.Process(core_pid), replica, (lineage, number), watch, count_tokens)
         del llm  # A library imported above keeps this frame, and `shutdown` wants to free the object.
         try:
             await engine._llm.update_weight_version(_label(lineage, number))
@@ -137,7 +147,7 @@ class VllmEngine:
             while True:
                 restarts = self._restarts
                 async with self._telling_of_its_death():
-                    completion = await self._complete(request_id, prompt_ids, sampling)
+                    completion, token_ids, logprobs = await self._complete(request_id, prompt_ids, sampling)
                 stopped_by_swap = completion.finish_reason == "abort" and self._restarts > restarts
                 if not stopped_by_swap or request_id in self._aborted:
                     break
@@ -150,8 +160,8 @@ class VllmEngine:
         if finish_reason not in _FINISH_REASONS:
             raise RuntimeError(f"vLLM ended request {request_id} of replica {self.replica} with '{finish_reason}'.")
         segments = cut_into_segments(
-            completion.token_ids,
-            completion.logprobs.logprobs,
+            token_ids,
+            logprobs,
             [(span.version, span.start, span.end) for span in completion.weight_versions or []],
             self.replica,
         )
@@ -227,7 +237,10 @@ class VllmEngine:
             message = f"vLLM's EngineCore {how_it_ended(status)}"
             raise EngineDied(message, by_itself=self._watch.ended_by_itself(status)) from error
 
-    async def _complete(self, request_id: str, prompt_ids: Sequence[int], sampling: Sampling) -> "CompletionOutput":
+    async def _complete(
+        self, request_id: str, prompt_ids: Sequence[int], sampling: Sampling
+    ) -> tuple["CompletionOutput", list[int], list[float]]:
+        """The last output, which says how the answer ended, and all tokens with their log-probabilities."""
         from vllm import SamplingParams
         from vllm.inputs.engine import tokens_input
         from vllm.sampling_params import RequestOutputKind
@@ -242,11 +255,18 @@ class VllmEngine:
             logprobs=0,  # of the sampled token alone, so that the flat list has one for each
             flat_logprobs=True,
             detokenize=False,
-            output_kind=RequestOutputKind.FINAL_ONLY,
+            output_kind=RequestOutputKind.DELTA,
+            stream_interval=_TOKENS_AT_ONCE,
         )
         prompt = tokens_input(list(prompt_ids))
-        (output,) = [output async for output in self._llm.generate(prompt, parameters, request_id)]
-        return output.outputs[0]
+        token_ids: list[int] = []
+        logprobs: list[float] = []
+        async for output in self._llm.generate(prompt, parameters, request_id):
+            (part,) = output.outputs
+            token_ids += part.token_ids
+            logprobs += part.logprobs.logprobs
+            self._count_tokens(len(part.token_ids))
+        return part, token_ids, logprobs
 
 
 def _set_environment(cache_dir: Path, kind: str) -> None:

@@ -7,69 +7,21 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from sqlalchemy.exc import OperationalError
 
 from flows.running import supervisor as supervising
 from flows.running.context import RunContext
-from flows.running.launcher import FLOWS
 from flows.running.supervisor import RunFailed, Supervisor
 from planners.errors import UserError
-from planners.hardware.machine import Machine
-from planners.plan.run import MachineShare
-from tasks.config.experiment import Experiment
-from tasks.config.files import parse_experiment
-from tasks.exchange.layout import RunDirectory
-from tasks.exchange.ledger import Actor, ActorRow, Fenced, Ledger, Process, Progress, sqlite
+from tasks.exchange.ledger import Actor, ActorRow, Fenced, Process, Progress, sqlite
 from tasks.lifecycle.stall import Stall
 from tasks.machine.processes import ProcessGroup, group_alive, process_key
 from tests.support.checkpoints import damage, make_checkpoint
-from tests.support.ledger import a_process, begin, go_back
-from tests.support.places import settings_of
-from tests.support.plan import run_plan
-
-RUN = "run"
-
-
-class FakeLauncher:
-    """Starting an actor registers it; `script` says what happens to it at each look."""
-
-    def __init__(self, ledger: Ledger) -> None:
-        self.ledger = ledger
-        self.started: list[tuple[str, int | None]] = []
-        self.cancelled: list[str] = []
-        self.ended: set[str] = set()
-        self.actors: dict[str, Actor] = {}
-        self.joins = True
-        self.is_away = False
-        self.pids: dict[str, int] = {}
-
-    def start(self, actor: Actor, share: MachineShare, resume_step: int | None) -> str:
-        flow = FLOWS[actor.role]
-        self.started.append((flow, resume_step))
-        flow_run_id = f"{flow}-{len(self.started)}"
-        if self.joins:
-            self.ledger.register(actor, self._process(flow_run_id))
-            self.ledger.heartbeat(actor, "running")
-            self.actors[flow_run_id] = actor
-        return flow_run_id
-
-    def _process(self, flow_run_id: str) -> Process:
-        pid = self.pids.get(flow_run_id)
-        return Process(process_key(pid), pid, "here") if pid else a_process()
-
-    def cancel(self, flow_run_id: str) -> None:
-        self.cancelled.append(flow_run_id)
-        if not self.is_away:
-            self.ended.add(flow_run_id)
-
-    def has_ended(self, flow_run_id: str) -> bool:
-        return flow_run_id in self.ended
-
-
-PLAN = run_plan("here")
-HERE = Machine(name="here", devices=())
+from tests.support.ledger import RUN, a_process, go_back
+from tests.support.supervising import PLAN, finish_run, make, train_run
 
 
 @pytest.fixture(autouse=True)
@@ -77,55 +29,10 @@ def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervising, "POLL_S", 0.0)
 
 
-def make(tmp_path: Path, **run: object) -> tuple[RunContext, FakeLauncher]:
-    settings = settings_of(tmp_path, tmp_path, f"sqlite:///{tmp_path / 'ledger.db'}")
-    experiment: Experiment = parse_experiment(
-        {"workload": {"prompts_per_step": 1}, "run": {"steps": 1, "restarts": 1, **run}}, "test"
-    )
-    ledger = Ledger(settings.shared.ledger_url)
-    supervisor = begin(ledger, RUN, (1, 1, 1), flow_run_id="flow-1")
-    ledger.request_evaluation(supervisor, "before", 0)
-    directory = RunDirectory(tmp_path)
-    directory.create()
-    process = a_process()
-    return (
-        RunContext(RUN, experiment, directory, ledger, settings, supervisor, process, None, None, HERE),
-        FakeLauncher(ledger),
-    )
-
-
 def settle(run: RunContext) -> None:
     """Close the run from outside, as the stack does where its supervisor's process is gone."""
     row = next(row for row in run.ledger.actors(RUN) if row.role == "supervisor")
     assert run.ledger.settle_run(run.supervisor, row.serial, "cancelled")
-
-
-def train_run(launcher: FakeLauncher) -> None:
-    """What trainer and replica would do until the last step is trained."""
-    ledger = launcher.ledger
-    trainer = max((a for a in launcher.actors.values() if a.role == "trainer"), key=lambda actor: actor.attempt)
-    replica = max((a for a in launcher.actors.values() if a.role == "replica"), key=lambda actor: actor.attempt)
-    if ledger.progress(RUN).step == 0:
-        ledger.record_version(trainer, 0, "w0")
-        ledger.set_loaded(replica, 0, 0)
-        assert ledger.claim_evaluation(replica, 0)
-        ledger.record_evaluation(replica, "before", json.dumps({}))
-        lease = ledger.lease_group(replica, 0, "lease")
-        assert lease is not None
-        ledger.complete_group(replica, lease.group_id, 0, 1.0, {"scored": 2}, 4)
-        assert ledger.take_groups(trainer, 0)
-        ledger.record_step(trainer, 0, json.dumps({"reward/mean": 1.0}))
-        ledger.record_version(trainer, 1, "w1")
-        ledger.set_loaded(replica, 0, 1)
-
-
-def finish_run(launcher: FakeLauncher) -> None:
-    """What they would do: one step, both evaluations."""
-    train_run(launcher)
-    ledger = launcher.ledger
-    replica = max((a for a in launcher.actors.values() if a.role == "replica"), key=lambda actor: actor.attempt)
-    if ledger.claim_evaluation(replica, 1):
-        ledger.record_evaluation(replica, "after", json.dumps({}))
 
 
 def test_a_run_ends_when_trained_and_evaluated(tmp_path: Path) -> None:
@@ -483,9 +390,9 @@ def test_who_beats_while_it_is_to_be_fenced_is_not_replaced(tmp_path: Path, monk
     run, launcher = make(tmp_path, heartbeat_deadline_s=5.0)
     fence, looks = run.ledger.fence, iter(range(10))
 
-    def beat_first(supervisor: Actor, actor: Actor, seen_serial: int | None = None) -> ActorRow | None:
+    def beat_first(supervisor: Actor, actor: Actor, **seen: Any) -> ActorRow | None:
         run.ledger.heartbeat(actor)
-        return fence(supervisor, actor, seen_serial)
+        return fence(supervisor, actor, **seen)
 
     def on_progress(progress: object) -> None:
         if next(looks) >= 1:

@@ -78,7 +78,7 @@ def test_each_question_is_named_before_it_is_asked_and_what_was_given_up_is_not(
         named.append(key)
 
     exams = [Examination("held-out", items, 1)]
-    result = asyncio.run(examine(answerer, exams, 1, lambda answers: None, {items[1].key}, name))["held-out"]
+    result = asyncio.run(examine(answerer, exams, 1, {items[1].key}, name))["held-out"]
     assert named == [items[0].key] * 2
     assert (result.sampled, result.unscored) == ([[1.0], [0.0]], {"error": 2})
 

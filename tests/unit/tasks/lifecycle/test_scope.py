@@ -13,10 +13,10 @@ import pytest
 from sqlalchemy.exc import OperationalError
 
 from planners.errors import UserError
-from tasks.exchange.ledger import Actor, ActorRow, Fenced, Ledger
+from tasks.exchange.ledger import Actor, ActorRow, Fenced, Lease, Ledger
 from tasks.lifecycle import scope as lifecycle
 from tasks.lifecycle.scope import FENCED_EXIT_STATUS, ActorScope
-from tests.support.ledger import RUN, a_process, assign, fence, supervisor_of
+from tests.support.ledger import RUN, a_process, assign, fence, lease, supervisor_of
 from tests.support.places import REPOSITORY
 
 FULL = OperationalError("", {}, Exception("database or disk is full"))
@@ -46,8 +46,8 @@ def wait_until(condition: Callable[[], bool]) -> None:
 def test_an_actor_registers_beats_and_ends(ledger: Ledger, actor: Actor) -> None:
     with a_scope(ledger, actor, pytest.fail) as scope:
         scope.report("running", "generating")
-        scope.add_work(3)
-        scope.add_work()
+        scope.work.add(3)
+        scope.work.add()
         wait_until(lambda: row_of(ledger, actor).work == 4)
         row = row_of(ledger, actor)
         assert (row.state, row.message) == ("running", "generating")
@@ -56,6 +56,23 @@ def test_an_actor_registers_beats_and_ends(ledger: Ledger, actor: Actor) -> None
     serial = row_of(ledger, actor).serial
     assert not [thread for thread in threading.enumerate() if thread.name in ("heartbeat", "sigterm")]
     assert row_of(ledger, actor).serial == serial
+
+
+def test_beats_tell_what_is_in_hand_and_find_leases_that_were_never_heard_of(ledger: Ledger, actor: Actor) -> None:
+    with a_scope(ledger, actor, pytest.fail) as scope:
+        held = lease(ledger, actor)
+        with scope.work.in_hand(300.0, held.group_id):
+            wait_until(lambda: row_of(ledger, actor).may_rest_s == 300.0)
+            lost = lease(ledger, actor)
+            wait_until(lambda: state_of(ledger, lost) == "dropped")
+            assert state_of(ledger, held) == "leased"
+            with scope.work.in_hand(900.0):
+                wait_until(lambda: row_of(ledger, actor).may_rest_s == 900.0)
+        wait_until(lambda: row_of(ledger, actor).may_rest_s is None)
+
+
+def state_of(ledger: Ledger, leased: Lease) -> str:
+    return next(row.state for row in ledger.groups(RUN) if row.group_id == leased.group_id)
 
 
 @pytest.mark.parametrize(
@@ -90,7 +107,7 @@ def test_sigterm_is_heard_although_the_ledger_hangs(
 ) -> None:
     heard, free = threading.Event(), threading.Event()
 
-    def hang(*_: object) -> None:
+    def hang(*_: object, **__: object) -> None:
         free.wait(60)
         raise FULL
 

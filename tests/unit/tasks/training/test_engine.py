@@ -285,6 +285,23 @@ def test_weights_are_capped_once_an_update_has_moved_the_policy() -> None:
     assert 0 < metrics["weight/capped_share"] < 1
 
 
+def test_every_micro_batch_counts_as_work() -> None:
+    """Also those that only measure: between two counts lies one forward pass, with its backward pass at most."""
+    counted: list[int] = []
+    reference = Policy(tiny_model(seed=5), 1.0).eval()
+    engine = make_engine(
+        Cispo(kl_coefficient=0.1),
+        adamw(minibatches=2),
+        reference=reference,
+        micro_batch_tokens=40,
+        count_work=counted.append,
+    )
+    groups = with_advantages(random_groups(6, seed=3))
+    hands = [hand_of(groups[k::2], 40, 0, 1) for k in range(2)]
+    engine.train_step(groups, 0)
+    assert counted == [1] * 3 * sum(map(len, hands)), "reference, proximal policy and update of each micro-batch"
+
+
 @pytest.mark.parametrize("minibatches", [1, 2])
 def test_reference_log_probabilities_are_those_of_the_model_that_the_run_began_with(minibatches: int) -> None:
     """As Hugging Face computes them, after steps that have moved the policy; none without an algorithm that asks."""

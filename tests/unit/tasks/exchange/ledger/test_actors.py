@@ -176,6 +176,33 @@ def test_who_has_beaten_since_is_not_fenced_for_silence(ledger: Ledger, replica:
     assert states(ledger) == [(0, "dropped", "lease_lost")]
 
 
+def test_who_has_got_on_since_is_not_fenced_for_standing_still(ledger: Ledger, replica: Actor) -> None:
+    supervisor = supervisor_of(ledger)
+    lease(ledger, replica)
+    ledger.heartbeat(replica, work=3, may_rest_s=300.0)
+    ledger.heartbeat(replica, work=4, may_rest_s=300.0)
+    assert ledger.fence(supervisor, replica, seen_work=3) is None
+    ledger.heartbeat(replica, work=4, may_rest_s=None)
+    assert ledger.fence(supervisor, replica, seen_work=4) is None, "it has put down what it had in hand"
+    ledger.heartbeat(replica, work=4, may_rest_s=300.0)
+    fenced = ledger.fence(supervisor, replica, seen_work=4, reason="it stood still")
+    assert fenced is not None
+    assert (fenced.state, fenced.message) == ("fenced", "it stood still")
+    assert states(ledger) == [(0, "dropped", "lease_lost")]
+
+
+def test_a_lease_that_two_beats_begun_after_it_do_not_name_is_given_out_again(ledger: Ledger, replica: Actor) -> None:
+    """Its answer was lost. The first beat that finds it may have been begun before; the same one repeated is one."""
+    named, lost = lease(ledger, replica), lease(ledger, replica)
+    for number in (2, 2, 2, 3):
+        ledger.heartbeat(replica, named=[named.group_id], number=number)
+        assert states(ledger) == [(0, "leased", None), (1, "leased", None)]
+    ledger.heartbeat(replica, named=[named.group_id], number=4)
+    assert states(ledger) == [(0, "leased", None), (1, "dropped", "lease_lost")]
+    assert lease(ledger, replica).prompt_index == lost.prompt_index
+    assert row_of(ledger, replica).serial == 4
+
+
 def test_a_supervisor_touches_only_what_it_has_given_out(ledger: Ledger, replica: Actor) -> None:
     with pytest.raises(ValueError, match="replica 0, attempt 1, of run run is no supervisor"):
         ledger.assign(replica, "trainer", 0, 0, 0, ["here"])
