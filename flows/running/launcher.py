@@ -5,9 +5,12 @@ are, its worker knows from its own environment.
 """
 
 import logging
+import math
+import threading
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from contextvars import copy_context
 from typing import Any, TypeVar, cast
 from uuid import UUID, uuid4
 
@@ -64,13 +67,18 @@ def patiently(start: Callable[[str], _Started], what: str) -> _Started:
 
 
 class PrefectLauncher:
-    """Launches through the Prefect server; keeps what it last heard of each flow run while the server is away."""
+    """Launches through the Prefect server; keeps what it last heard of each flow run while the server is away.
+
+    It asks beside: a server that hangs must not keep who supervises from looking at the ledger.
+    """
 
     def __init__(self, client: SyncPrefectClient, run_id: str, epoch: int) -> None:
         self._client = client
         self._run_id = run_id
         self._epoch = epoch
-        self._ended: dict[str, tuple[float, bool]] = {}
+        self._ended: dict[str, bool] = {}
+        self._asked: dict[str, float] = {}
+        self._asking: set[str] = set()
         self._cancelled: set[str] = set()
 
     def start(self, actor: Actor, share: MachineShare, resume_step: int | None) -> str:
@@ -113,19 +121,24 @@ class PrefectLauncher:
             _log.warning("flow run %s could not be cancelled now", flow_run_id)
 
     def has_ended(self, flow_run_id: str) -> bool:
-        """Whether the flow run is over, asked at most every few seconds; see `Launcher.has_ended`."""
-        asked, ended = self._ended.get(flow_run_id, (0.0, False))
-        if ended or time.monotonic() - asked < _STATE_MAX_AGE_S:
-            return ended
+        """Whether the flow run is over, as last heard, and asked every few seconds; see `Launcher.has_ended`."""
+        is_over, asked = self._ended.get(flow_run_id, False), self._asked.get(flow_run_id, -math.inf)
+        if not is_over and flow_run_id not in self._asking and time.monotonic() - asked > _STATE_MAX_AGE_S:
+            self._asking.add(flow_run_id)
+            settings = copy_context()  # Prefect's, which a new thread would not have
+            threading.Thread(target=settings.run, args=(self._ask, flow_run_id), daemon=True).start()
+        return is_over
+
+    def _ask(self, flow_run_id: str) -> None:
         try:
             state = self._client.read_flow_run(UUID(flow_run_id)).state
-            ended = state is not None and state.is_final()
+            self._ended[flow_run_id] = state is not None and state.is_final()
         except ObjectNotFound:
-            ended = True
+            self._ended[flow_run_id] = True
         except (httpx.HTTPError, PrefectException):
             _log.warning("the Prefect server did not tell the state of flow run %s", flow_run_id)
-        self._ended[flow_run_id] = (time.monotonic(), ended)
-        return ended
+        self._asked[flow_run_id] = time.monotonic()
+        self._asking.discard(flow_run_id)
 
     def _wait_for_worker(self, pool: str) -> None:
         """A flow run in a pool that nobody polls would wait for ever."""

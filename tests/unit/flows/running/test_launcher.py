@@ -1,6 +1,8 @@
 """Flow runs of actors are asked for as the plan says and told once to cancel; a late one does nothing."""
 
 import inspect
+import threading
+import time
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
@@ -11,6 +13,7 @@ import pytest
 from prefect import State
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.objects import WorkerStatus
+from prefect.states import Completed
 
 from flows.rollout import rollout
 from flows.running.context import open_run
@@ -51,6 +54,24 @@ def test_a_flow_run_is_told_once_to_cancel() -> None:
     for heard in (0, 1, 1):
         launcher.cancel(flow_run_id)
         assert server.heard == heard
+
+
+def test_a_prefect_server_that_hangs_keeps_nobody_from_looking_at_the_ledger() -> None:
+    """Whether a flow run has ended is heard when it is heard."""
+    answers = threading.Event()
+
+    def hang(flow_run_id: UUID) -> SimpleNamespace:
+        assert answers.wait(60)
+        return SimpleNamespace(state=Completed())
+
+    launcher = PrefectLauncher(cast(SyncPrefectClient, SimpleNamespace(read_flow_run=hang)), RUN, 0)
+    flow_run_id = str(uuid4())
+    assert [launcher.has_ended(flow_run_id) for _ in range(3)] == [False] * 3
+    answers.set()
+    give_up = time.monotonic() + 30
+    while not launcher.has_ended(flow_run_id):
+        assert time.monotonic() < give_up
+        time.sleep(0.01)
 
 
 @pytest.fixture
