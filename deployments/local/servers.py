@@ -1,4 +1,4 @@
-"""The stack's processes and what is remembered of them: one state file; a process is known by pid and start time."""
+"""The stack's processes and what is remembered of them: one state file; a process is known by what no clock moves."""
 
 import hashlib
 import os
@@ -15,7 +15,7 @@ from planners.errors import UserError
 from tasks.config.settings import Settings
 from tasks.exchange.files import write_atomic
 from tasks.machine.private import OWN_FILE
-from tasks.machine.processes import ProcessGroup
+from tasks.machine.processes import ProcessGroup, is_alive, process_key
 
 HOST = "127.0.0.1"
 MARKER = "HEXFLOW_STACK"
@@ -25,25 +25,18 @@ PREFECT_SERVER_ENVIRONMENT = {
     # time: 60 MB an hour of nothing. Prefect's own loggers have levels of their own and keep them.
     "PREFECT_LOGGING_ROOT_LEVEL": "CRITICAL",
 }
-CLOCK_TOLERANCE_S = 2.0
-"""Start times are read as boot time plus ticks, and the boot time follows corrections of the clock."""
 
 
 class Member(BaseModel):
-    """A process of the stack: leader of its own session."""
+    """A process of the stack: leader of its own session. `key` tells it from every other, see `process_key`."""
 
     pid: int
-    started_s: float
+    key: str
     log: Path
 
     def alive(self) -> bool:
-        """Whether this very process runs; another with a recycled pid has another start time."""
-        try:
-            process = psutil.Process(self.pid)
-            same = abs(process.create_time() - self.started_s) < CLOCK_TOLERANCE_S
-            return same and process.status() != psutil.STATUS_ZOMBIE
-        except psutil.NoSuchProcess:
-            return False
+        """Whether this very process runs; another with a recycled pid has another key."""
+        return is_alive(self.key)
 
     def children(self) -> list[psutil.Process]:
         """The processes that it has started and that are still there: of a worker, its flow runs."""
@@ -102,7 +95,8 @@ def load_state(settings: Settings) -> StackState | None:
         return StackState.model_validate_json(path.read_bytes())
     except ValidationError:
         raise UserError(
-            f"{path} is damaged: delete it and run `hexflow down`, which finds the stack's processes without it."
+            f"{path} is damaged or of another version: delete it and run `hexflow down`, which finds the stack's "
+            "processes without it."
         ) from None
 
 
@@ -116,7 +110,7 @@ def start_member(settings: Settings, name: str, argv: list[str], env: dict[str, 
     log = settings.local.logs / f"{name}.log"
     log.unlink(missing_ok=True)
     group = ProcessGroup.start(argv, env, log)
-    return Member(pid=group.pid, started_s=psutil.Process(group.pid).create_time(), log=log)
+    return Member(pid=group.pid, key=process_key(group.pid), log=log)
 
 
 def prefect_server_argv(port: int) -> list[str]:

@@ -25,6 +25,7 @@ from tasks.exchange.ledger import Ledger
 from tasks.exchange.ledger.schema import schema_info
 from tasks.machine import memory
 from tasks.machine.memory import memory_bytes
+from tasks.machine.processes import process_key
 from tests.support.places import settings_of
 
 GIB = 2**30
@@ -327,7 +328,7 @@ def remember(settings: Settings, urls: dict[str, str], **members: psutil.Process
             own_urls=urls,
             identity={},
             members={
-                name: servers.Member(pid=process.pid, started_s=process.create_time(), log=settings.local.home / "log")
+                name: servers.Member(pid=process.pid, key=process_key(process.pid), log=settings.local.home / "log")
                 for name, process in members.items()
             },
         ),

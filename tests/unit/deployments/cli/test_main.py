@@ -9,7 +9,6 @@ from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
-import psutil
 import pytest
 import typer
 from rich.console import Console
@@ -35,6 +34,7 @@ from tasks.exchange.ledger.schema import plan_epochs, schema_info
 from tasks.exchange.wire import WIRE_VERSION
 from tasks.machine.devices import hold_devices
 from tasks.machine.discovery import discover_machine
+from tasks.machine.processes import process_key
 from tests.support.api import FULL, FakeApi, a_state
 from tests.support.checkpoints import make_checkpoint_of_before
 from tests.support.ledger import begin, join, lease, score, take
@@ -291,7 +291,7 @@ def shown_status(settings: Settings, state: StackState | None) -> str:
 def test_status_tells_named_servers(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
     """None of these answers; a person wants to know that, and who named them."""
     own, named = "http://127.0.0.1:2", "http://me:secret@127.0.0.1:1/api"
-    member = Member(pid=os.getpid(), started_s=psutil.Process().create_time(), log=settings.local.logs / "log")
+    member = Member(pid=os.getpid(), key=process_key(), log=settings.local.logs / "log")
     state = StackState(
         prefect_url=named, mlflow_url=own, identity={}, own_urls={"mlflow": own}, members={"mlflow": member}
     )

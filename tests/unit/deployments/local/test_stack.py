@@ -4,6 +4,7 @@ import os
 import signal
 import socket
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +19,7 @@ from deployments.web import answers
 from planners.errors import UserError
 from tasks.config.settings import Settings
 from tasks.machine.discovery import discover_machine
-from tasks.machine.processes import ProcessGroup, end_sessions
+from tasks.machine.processes import ProcessGroup, end_sessions, process_key
 from tests.support.places import settings_of
 from tests.support.stack import runs, until
 
@@ -47,9 +48,17 @@ def state_with(member: Member | None = None, **identity: str) -> StackState:
 
 def test_a_recycled_pid_is_not_a_member(sleeper: Member) -> None:
     assert sleeper.alive()
-    assert not sleeper.model_copy(update={"started_s": sleeper.started_s - 60}).alive()
+    assert not sleeper.model_copy(update={"key": f"{sleeper.key}0"}).alive()
     end_sessions([sleeper.pid])
     assert not sleeper.alive()
+
+
+def test_a_clock_that_is_set_makes_nobody_another_process(sleeper: Member, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Start times in seconds since 1970 are boot time plus ticks, and the boot time follows the clock."""
+    boot_time = psutil.boot_time()
+    monkeypatch.setattr("psutil._pslinux.boot_time", lambda: boot_time + 3600)
+    assert psutil.Process(sleeper.pid).create_time() > time.time() + 1800
+    assert sleeper.alive()
 
 
 def test_state_survives_a_round_trip(settings: Settings, sleeper: Member) -> None:
@@ -286,8 +295,7 @@ def test_a_server_is_known_by_the_process_that_listens(tmp_path: Path, free_port
         url = f"http://127.0.0.1:{free_port}/"
         until(lambda: answers(url), 20, "the server's start")
         listening, silent = (
-            servers.Member(pid=group.pid, started_s=psutil.Process(group.pid).create_time(), log=group.log)
-            for group in (foreign, idle)
+            servers.Member(pid=group.pid, key=process_key(group.pid), log=group.log) for group in (foreign, idle)
         )
         assert stack._serves(listening, url)
         assert not stack._serves(silent, url)
