@@ -18,7 +18,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from planners.errors import UserError
 from tasks.config.passwords import without_password
 from tasks.exchange.ledger import Actor, Beat, Fenced, Ledger, Process
-from tasks.lifecycle.silence import Silence
+from tasks.lifecycle.silence import LONGEST_GAP_S, Silence
 from tasks.lifecycle.work import Work
 from tasks.machine.processes import process_key
 
@@ -27,7 +27,6 @@ BEAT_S = 2.0
 """Seconds between two beats."""
 ORPHAN_AFTER_S = 600.0
 """Silence of the supervisor after which an actor leaves: nobody is going to take the run up again."""
-_LONGEST_GAP_S = 30.0
 _log = logging.getLogger(__name__)
 
 
@@ -131,7 +130,7 @@ class ActorScope:
             self._on_leave(reason)
 
     def _beat_until_stopped(self) -> None:
-        silence, drains = Silence(_LONGEST_GAP_S), False
+        silence, drains = Silence(LONGEST_GAP_S), False
         for number in itertools.count(2):
             try:
                 beat = self._beat(number)

@@ -15,6 +15,12 @@ def steady_s() -> float:
     return time.clock_gettime(_STEADY)
 
 
+LONGEST_GAP_S = 30.0
+"""A longer pause of an actor between two looks, which it means to take every few seconds, is a gap of its own: a call
+of the ledger ends within 10 s.
+"""
+
+
 class Silence:
     """How long each of several signs of life has stood still before the eyes of one who looks again and again.
 

@@ -10,7 +10,6 @@ import logging
 import os
 import signal
 import threading
-import time
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,6 +22,7 @@ from tasks.config.settings import load_settings
 from tasks.exchange.layout import RunDirectory
 from tasks.exchange.ledger import Actor, Ledger
 from tasks.lifecycle.scope import ActorScope, say_last_word, this_process
+from tasks.lifecycle.silence import LONGEST_GAP_S, Silence
 from tasks.machine.processes import apply_device_environment, die_with_parent
 from tasks.models.prepare import find_model
 from tasks.rollout.engine import EngineDied
@@ -174,11 +174,11 @@ async def first_weights(
     Raises:
         UserError: no version could be read within `run.start_deadline_s`.
     """
-    deadline = time.monotonic() + experiment.run.start_deadline_s
+    silence = Silence(LONGEST_GAP_S)
     before = ledger.evaluations(actor.run_id).get("before")
     if before is not None and before.state == "requested":
         return 0, 0, model_path
-    while time.monotonic() < deadline:
+    while silence.look({"weights": None})["weights"] < experiment.run.start_deadline_s:
         latest = ledger.latest_version(actor.run_id)
         row = ledger.find_run(run_id=actor.run_id)
         if latest is None and row is not None and row.lineage == 0:

@@ -1,7 +1,7 @@
 """Opening the ledger's database, running transactions on it, and making calls again that it did not answer.
 
 SQLite serves one machine, PostgreSQL a cluster; one URL says which. Times are the database's, in seconds since 1970, so
-the clocks of machines need not agree.
+the clocks of machines need not agree; they are kept to be shown, and decide nothing.
 """
 
 import copy

@@ -21,6 +21,7 @@ from tasks.exchange.ledger import Ledger
 from tasks.exchange.payloads import load_group
 from tasks.exchange.trajectories import Group, Segment
 from tasks.exchange.weights import publish_weights
+from tasks.lifecycle.work import Work
 from tasks.rewards.pool import ScoringPool
 from tasks.rollout.answering import Answerer
 from tasks.rollout.engine import Answer, InFlight, Sampling
@@ -124,11 +125,11 @@ def train(experiment: Experiment, ledger: Ledger, run: RunDirectory) -> list[tup
         actor, trainer = (join(ledger, role, run_id=RUN) for role in ("replica", "trainer"))
         questions, tracker = Questions(experiment), Tracker.child(None, lambda: None, "replica", {})
         pool = ScoringPool(experiment.rewards, experiment.sources, 1)
-        answerer = Answerer(engine, SingleTurn(chat, tokenizer, pool), sampling)
-        work: list[int] = []
+        work = Work()
+        answerer = Answerer(engine, SingleTurn(chat, tokenizer, pool), sampling, work.add)
         versions = WholeVersions(ledger, actor, run, print)
         parts = ReplicaParts(
-            experiment, ledger, actor, run, engine, answerer, questions, tracker, 24, work.append, print, versions
+            experiment, ledger, actor, run, engine, answerer, questions, tracker, 24, work, print, versions
         )
         replica = Replica(parts)
         running = asyncio.create_task(replica.run())

@@ -145,10 +145,10 @@ def test_a_request_outlasts_a_ledger_that_fails(run: RunContext, monkeypatch: py
     failures = iter([OperationalError("", {}, Exception("database is locked"))] * 3)
     heartbeat = run.ledger.heartbeat
 
-    def fail_at_first(*said: Any) -> Any:
+    def fail_at_first(*said: Any, **also: Any) -> Any:
         if error := next(failures, None):
             raise error
-        return heartbeat(*said)
+        return heartbeat(*said, **also)
 
     run.ledger.ask_to_cancel(FLOW_RUN)
     monkeypatch.setattr(run.ledger, "heartbeat", fail_at_first)

@@ -10,7 +10,8 @@ from flows.running import supervisor as supervising
 from flows.running.context import RunContext
 from flows.running.supervisor import Supervisor
 from tasks.exchange.ledger import Actor
-from tests.support.supervising import PLAN, RUN, FakeLauncher, finish_run, make
+from tests.support.ledger import RUN
+from tests.support.supervising import PLAN, FakeLauncher, finish_run, make
 
 Beats = Callable[[Actor, int], dict[str, Any]]
 """What an actor's beat says at a look of the supervisor, the first being 0."""
