@@ -55,12 +55,13 @@ def _work(call: Call) -> None:
     call("set_loaded", REPLICA, 0, 0)
     call("claimed_versions", RUN)
     call("claim_evaluation", REPLICA, 0)
+    call("try_question", REPLICA, "before", "question")
     call("record_evaluation", REPLICA, "before", "{}")
     call("record_span", REPLICA, "load", "first", 1.0)
     first = call("lease_group", REPLICA, 0, "first")
     call("name_question", REPLICA, first.group_id, "question")
     call("drop_group", REPLICA, first.group_id, "too_few_scored")
-    for key in ("second", "third", "fourth"):
+    for key in ("second", "third", "fourth", "fifth"):
         lease = call("lease_group", REPLICA, 0, key)
         if key != "fourth":
             call("complete_group", REPLICA, lease.group_id, 0, 0.5, {"scored": 2}, 9)
@@ -68,7 +69,8 @@ def _work(call: Call) -> None:
 
 def _train(call: Call) -> None:
     call("lineage_of", TRAINER)
-    call("take_groups", TRAINER, 0)
+    first, _ = call("take_groups", TRAINER, 0)
+    call("drop_damaged", TRAINER, 0, [first.group_id])
     call("record_step", TRAINER, 0, "{}")
     for number in (1, 2):
         call("record_version", TRAINER, number, "path")
@@ -84,7 +86,7 @@ def _look(call: Call) -> None:
     call("list_runs")
     call("mlflow_run", RUN)
     call("plan", RUN, 0)
-    for rows in ("plan_epochs", "actors", "groups", "evaluations", "spans", "steps", "progress"):
+    for rows in ("plan_epochs", "actors", "groups", "evaluations", "spans", "steps", "progress", "quarantined_prompts"):
         call(rows, RUN)
     call("machines")
 
@@ -130,6 +132,9 @@ def test_every_call_is_told_of() -> None:
     class Answer:
         group_id = 0
 
+        def __iter__(self) -> Iterator["Answer"]:
+            return iter((self, self))
+
     def call(name: str, *args: Any, **kwargs: Any) -> Any:
         made.add(name)
         return Answer()
@@ -174,6 +179,6 @@ READING = {
         "plan",
         "plan_epochs",
     ),
-    *("progress", "proven_checkpoints", "spans", "steps"),
+    *("progress", "proven_checkpoints", "quarantined_prompts", "spans", "steps"),
 }
 """Calls that commit nothing."""
