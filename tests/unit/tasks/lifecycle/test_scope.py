@@ -76,7 +76,12 @@ def state_of(ledger: Ledger, leased: Lease) -> str:
 
 
 @pytest.mark.parametrize(
-    ("error", "message"), [(UserError("too little memory"), "too little memory"), (OSError("gone"), "OSError: gone")]
+    ("error", "message"),
+    [
+        (UserError("too little memory"), "too little memory"),
+        (OSError("gone"), "OSError: gone"),
+        (OSError("no answer from http://me:hush@host/api"), "OSError: no answer from http://…@host/api"),
+    ],
 )
 def test_what_ended_an_actor_is_said(error: Exception, message: str, ledger: Ledger, actor: Actor) -> None:
     with pytest.raises(type(error)), a_scope(ledger, actor, pytest.fail):

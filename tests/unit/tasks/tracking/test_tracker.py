@@ -145,14 +145,17 @@ def test_what_the_store_refuses_is_dropped_and_the_rest_arrives(
     assert tracker.dropped == 2
 
 
-def test_without_a_server_the_run_goes_on(dead_uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_server_the_run_goes_on(
+    dead_uri: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(tracking, "QUEUE_POINTS", 10)
-    tracker = Tracker.parent(dead_uri, "study", "lost", {}, {})
+    tracker = Tracker.parent(dead_uri.replace("//", "//me:hush@"), "study", "lost", {}, {})
     assert tracker.run_id is None
     for step in range(15):
         tracker.log({"reward": 1.0}, step)
     assert tracker.dropped == 5
     assert tracker.fault
+    assert "hush" not in tracker.fault + caplog.text, "pages show the reason, logs the trouble, and neither a password"
     tracker.finish("FAILED", flush_s=1.0)
     assert tracker.run_id is None
     assert end_attempts(dead_uri, "0" * 32, "FAILED", {}) == 0
