@@ -118,7 +118,8 @@ def show_running(settings: Settings, console: Console) -> None:
         for actor in ledger.actors(run.run_id):
             version = "" if actor.loaded_version is None else str(actor.loaded_version[1])
             who = f"{actor.role} {actor.slot} (attempt {actor.attempt}, pid {actor.pid})"
-            table.add_row(who, actor.state, version, f"{actor.silent_s:.0f} s ago", Text(actor.message))
+            state = actor.state if actor.wanted == "run" else f"{actor.state}, is to {actor.wanted}"
+            table.add_row(who, state, version, f"{actor.silent_s:.0f} s ago", Text(actor.message))
         console.print(table)
 
 

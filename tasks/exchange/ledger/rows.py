@@ -82,7 +82,8 @@ class ActorRow:
         machines: those it was given to, the leading one first.
         epoch: plan epoch that it works for; None for supervisors.
         assigned_by: attempt of the supervisor that gave it out; None for supervisors.
-        wanted: what its supervisor wants of it, see `Actors.want`; what becomes of the run comes on top.
+        wanted: what its supervisor wants of it, see `Actors.want`, or who cancels of the supervisor; what becomes of
+            the run comes on top.
     """
 
     role: str

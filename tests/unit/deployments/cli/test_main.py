@@ -267,6 +267,17 @@ def test_an_older_ledger_is_told_before_anything_starts(settings: Settings, monk
             command()
 
 
+def test_what_is_wanted_of_an_actor_is_shown(settings: Settings) -> None:
+    ledger, out = Ledger(settings.shared.ledger_url), io.StringIO()
+    supervisor = begin(ledger, "tiny-1", (4, 2, 4))
+    replica = join(ledger, "replica", run_id="tiny-1")
+    ledger.want(supervisor, replica, "drain")
+    show_running(settings, Console(file=out, width=160))
+    (line,) = (line for line in out.getvalue().splitlines() if "replica 0" in line)
+    assert "starting, is to drain" in line
+    assert out.getvalue().count("is to") == 1
+
+
 def test_processes_that_share_no_ledger_share_no_stack() -> None:
     assert local_versions()["wire_schema"] == str(WIRE_VERSION)
 
