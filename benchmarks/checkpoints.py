@@ -8,6 +8,7 @@ disk, in the place that TMPDIR names.
 """
 
 import argparse
+import os
 import shutil
 import statistics
 import tempfile
@@ -46,12 +47,19 @@ def main() -> None:
     parser.add_argument("--zero-stage", type=int, default=0)
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as here:
+        os.environ["HEXFLOW_LOCAL"] = here  # where ranks meet
+        show(args.zero_stage, args.rounds)
+
+
+def show(zero_stage: int, rounds: int) -> None:
+    """Measure so many rounds in a ZeRO stage, and print their medians."""
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=True, attn_implementation="sdpa"))
-    engine = make_engine(policy=Policy(model, 1.0), zero_stage=args.zero_stage)
+    engine = make_engine(policy=Policy(model, 1.0), zero_stage=zero_stage)
     engine.train_step(with_advantages(random_groups(4, seed=0), DecoupledPpo()), 0)
     times: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
-    for _ in range(args.rounds):
+    for _ in range(rounds):
         with tempfile.TemporaryDirectory() as place:
             sizes = compare(engine, RunDirectory(Path(place) / "run"), times)
     for name, measured in times.items():

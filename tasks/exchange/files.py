@@ -37,7 +37,7 @@ def write_atomic(path: Path, data: bytes, mode: int = 0o666) -> None:
     Raises:
         UserError: the disk is full, read-only, or not ours to write.
     """
-    with _disk_errors(path):
+    with disk_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = temporary_sibling(path)
         try:
@@ -83,7 +83,7 @@ def publish_directory(final: Path, fill: Callable[[Path], None]) -> None:
     """
     if final.exists():
         raise FileExistsError(f"{final} is published already and is never overwritten")
-    with _disk_errors(final):
+    with disk_errors(final):
         final.parent.mkdir(parents=True, exist_ok=True)
         temporary = temporary_sibling(final)
         temporary.mkdir()
@@ -177,7 +177,8 @@ def sync(path: Path) -> None:
 
 
 @contextmanager
-def _disk_errors(path: Path) -> Iterator[None]:
+def disk_errors(path: Path) -> Iterator[None]:
+    """What a disk refuses, while `path` is written, is a UserError."""
     try:
         yield
     except OSError as error:

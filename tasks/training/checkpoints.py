@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from planners.errors import UserError
 from tasks.config.sections import RunSection
-from tasks.exchange.files import discard, is_temporary, publish_directory, target_of, write_json
+from tasks.exchange.files import discard, disk_errors, is_temporary, publish_directory, target_of, write_json
 from tasks.exchange.layout import RunDirectory, checkpoint_of
 from tasks.exchange.ledger import Ledger
 from tasks.exchange.manifest import Damaged, check_manifest, write_manifest
@@ -143,7 +143,9 @@ def write_checkpoint(
     if ranks.leads:
         publish_directory(run.checkpoint_path(lineage, step), fill)
     else:
-        state.write(Path(ranks.share_text("")), ranks.rank)
+        path = Path(ranks.share_text(""))
+        with disk_errors(path):
+            state.write(path, ranks.rank)
         ranks.barrier()
 
 

@@ -5,6 +5,8 @@ import pickle
 import random
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import numpy as np
 import pytest
@@ -31,6 +33,7 @@ from tasks.training.checkpoints import (
     save_checkpoint,
 )
 from tasks.training.engine import load_engine
+from tasks.training.ranks import Ranks
 from tests.support.checkpoints import damage, make_checkpoint, make_checkpoint_of_before
 from tests.support.continuing import LAST, SAVED, STAGES, continued, engine_in, train, write_all
 from tests.support.ledger import begin, join, lease, score, take
@@ -266,6 +269,9 @@ def test_a_full_disk_is_told_apart_from_other_failures(
     with pytest.raises(error, match=said):
         save_checkpoint(run, 1, 0, make_engine(), one_rank(), confirm)
     assert list(run.checkpoints.iterdir()) == []
+    another = SimpleNamespace(leads=False, rank=1, size=2, share_text=lambda text: str(run.checkpoints))
+    with pytest.raises(error, match=said):
+        save_checkpoint(run, 1, 0, make_engine(), cast(Ranks, another), confirm)
 
 
 def test_only_what_a_trainer_knew_of_and_what_killed_ones_left_goes(run: RunDirectory) -> None:
