@@ -15,6 +15,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from flows.running.context import RunContext
 from flows.running.deaths import Deaths
+from flows.running.unscored import Unscored
 from planners.plan.run import MachineShare, RunPlan
 from tasks.exchange.ledger import Actor, ActorRow, Ledger, Progress
 from tasks.exchange.ledger.fence import ACTIVE
@@ -101,6 +102,7 @@ class Supervisor:
         self._restarts = 0
         self._deaths = Deaths(self._settings.restarts, run.ledger.progress(run.run_id))
         self._told: list[str] = []
+        self._unscored = Unscored(run.experiment.workload.prompts_per_step, run.ledger.progress(run.run_id))
         self._stall = Stall(run.ledger, run.run_id)
 
     def run(self) -> None:
@@ -199,11 +201,20 @@ class Supervisor:
         progress = ledger.progress(run_id)
         self._on_progress(progress)
         self._pay(self._deaths.to_pay(progress), "Engines died, and no question is to blame")
+        self._raise_if_unscored(progress)
         self._raise_if_stalled(progress)
         if progress.step < progress.steps:
             return False
         ledger.request_evaluation(self._run.supervisor, "after", progress.steps)
         return all(evaluation.state == "done" for evaluation in ledger.evaluations(run_id).values())
+
+    def _raise_if_unscored(self, progress: Progress) -> None:
+        groups = self._unscored.in_a_row(progress)
+        if groups >= self._unscored.most:
+            raise RunFailed(
+                f"In the last {groups} groups no two answers could be scored, so nothing is learned: "
+                f"{self._describe_actors()}. Mend the rewards or the data, see {self._run.directory.logs}."
+            )
 
     def _raise_if_stalled(self, progress: Progress) -> None:
         still_s = self._stall.look(progress.step)

@@ -25,6 +25,10 @@ class Environment(Protocol):
     def reward_names(self) -> tuple[str, ...]:
         """What the parts of a trajectory's reward are called."""
 
+    @property
+    def fault(self) -> str:
+        """Why an answer could not be scored, the last time; empty if all could."""
+
     def prompt(self, item: Item) -> list[int]:
         """Token ids that every trajectory of an item begins with; they are no part of it.
 

@@ -35,6 +35,10 @@ class Scorer(Protocol):
     def names(self) -> tuple[str, ...]:
         """Of the parts of a verdict."""
 
+    @property
+    def fault(self) -> str:
+        """Why an answer could not be scored, the last time; empty if all could."""
+
     async def score(self, prompt: str, answer_text: str, item: Mapping[str, Any]) -> Verdict:
         """What an answer is worth."""
 
@@ -51,6 +55,11 @@ class SingleTurn:
     def reward_names(self) -> tuple[str, ...]:
         """See `Environment.reward_names`."""
         return self.scorer.names
+
+    @property
+    def fault(self) -> str:
+        """See `Environment.fault`."""
+        return self.scorer.fault
 
     def prompt(self, item: Item) -> list[int]:
         """See `Environment.prompt`."""

@@ -78,6 +78,8 @@ class ScoringPool:
         self.names = tuple(reward.label for reward in rewards)
         self.counts: Counter[Outcome] = Counter()
         """Answers by outcome so far."""
+        self.fault = ""
+        """Why an answer could not be scored, the last time."""
         self._rewards = list(rewards)
         self._asked = {
             source.label: [n for n, reward in enumerate(rewards) if reward.applies(source.label, source.kind)]
@@ -112,6 +114,7 @@ class ScoringPool:
                     break
         self.counts[outcome] += 1
         if outcome is not Outcome.SCORED:
+            self.fault = reason
             return Verdict(outcome, math.nan, tuple(parts), reason)
         total = math.fsum(self._rewards[n].weight * parts[n] for n in self._asked[item["source"]])
         return Verdict(outcome, total, tuple(parts))

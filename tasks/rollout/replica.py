@@ -20,6 +20,7 @@ from tasks.data.split import Questions
 from tasks.evaluation.examine import EvaluationResult, as_json, evaluate
 from tasks.exchange.layout import RunDirectory
 from tasks.exchange.ledger import Actor, Evaluation, Lease, Ledger
+from tasks.exchange.ledger.drops import TOO_FEW_SCORED
 from tasks.exchange.payloads import save_group
 from tasks.exchange.trajectories import Group, Trajectory
 from tasks.lifecycle.work import Work
@@ -87,6 +88,7 @@ class Replica:
         self._leaving = asyncio.Event()
         self._weights_stay = asyncio.Lock()
         self._draining = False
+        self._told_unscored = False
         self._drains = False
         self._activity = _Activity()
 
@@ -201,8 +203,13 @@ class Replica:
         names = self._p.answerer.environment.reward_names
         group = Group(lease.group_id, lease.prompt_index, prompt_ids, trajectories, names)
         if not group.usable:
-            ledger.drop_group(actor, lease.group_id, "too_few_scored")
+            self._told_unscored = True
+            self._p.say(f"no two answers of a group could be scored: {self._p.answerer.environment.fault}")
+            ledger.drop_group(actor, lease.group_id, TOO_FEW_SCORED)
             return
+        if self._told_unscored:
+            self._told_unscored = False
+            self._p.say("")
         save_group(self._p.run.group_path(lease.group_id), group)
         outcomes = [trajectory.outcome.value for trajectory in trajectories]
         tokens = sum(trajectory.tokens for trajectory in trajectories)

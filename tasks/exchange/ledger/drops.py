@@ -33,6 +33,7 @@ LEASE_LOST = "lease_lost"
 QUARANTINED = "quarantined"
 STALE = "stale"
 SUSPECTED = "suspected"
+TOO_FEW_SCORED = "too_few_scored"
 NOT_THE_PROMPTS_FAULT = frozenset({ABANDONED, ABORTED, DAMAGED, ENGINE_DIED, LEASE_LOST, STALE, SUSPECTED})
 """Reasons that are no failed attempts of a prompt: long answers are lost more often, and must not be biased."""
 SUSPECTED_FROM = 2

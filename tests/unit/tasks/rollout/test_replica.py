@@ -67,6 +67,7 @@ class FakeText:
 
     def __init__(self, outcome: Outcome = Outcome.SCORED) -> None:
         self.outcome = outcome
+        self.fault = "the scorer said no."
         self._scored = 0
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
@@ -178,9 +179,11 @@ def test_it_stops_at_the_gate_and_goes_on_with_new_weights(
 def test_a_group_that_cannot_be_scored_is_dropped_and_its_prompt_leased_again(
     ledger: Ledger, experiment: Experiment, tmp_path: Path
 ) -> None:
+    said: list[str] = []
+
     async def scenario() -> None:
         text = FakeText(Outcome.ERROR)
-        replica = make_replica(ledger, experiment, tmp_path, FakeEngine(), text)
+        replica = make_replica(ledger, experiment, tmp_path, FakeEngine(), text, say=said.append)
         running = asyncio.create_task(replica.run())
         await until(lambda: ledger.progress(RUN).dropped.get("too_few_scored", 0) >= 3, "three drops")
         text.outcome = Outcome.SCORED
@@ -189,6 +192,8 @@ def test_a_group_that_cannot_be_scored_is_dropped_and_its_prompt_leased_again(
         await running
 
     asyncio.run(scenario())
+    assert said[0] == "no two answers of a group could be scored: the scorer said no."
+    assert said[-1] == ""
 
 
 def test_answers_of_an_abandoned_lineage_are_dropped(ledger: Ledger, experiment: Experiment, tmp_path: Path) -> None:
@@ -291,6 +296,7 @@ def test_what_goes_wrong_with_one_question_ends_that_question(
             await until(lambda: in_state(ledger, "scored") >= 2, "a step's groups")
             assert ledger.take_groups(trainer, step)
             publish(ledger, tmp_path, trainer, 0, step + 1)
+        await until(lambda: ledger.progress(RUN).quarantined_prompts == 4, "all four are given up")
         replica.leave()
         await running
 
