@@ -45,6 +45,7 @@ class FakeText:
     """A tokenizer, prompts, and a scorer that goes by the question."""
 
     names = ("right",)
+    fault = ""
 
     def text(self, item: Item) -> str:
         return item.question
