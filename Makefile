@@ -1,7 +1,7 @@
 # Each target sets up .venv first (requirements/install.sh), which takes minutes once and no time after that.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup train experiment test lint doctor up down clean
+.PHONY: help setup train experiment test lint doctor up open down clean
 .NOTPARALLEL:
 
 BIN := .venv/bin
@@ -40,6 +40,9 @@ doctor: ## Say what this machine lacks, and the remedy (works before set-up, too
 
 up: setup ## Start the local stack: Prefect, MLflow, workers
 	@$(BIN)/hexflow up
+
+open: setup ## Open the pages of Prefect and MLflow, signed in
+	@$(BIN)/hexflow open
 
 down: ## End the local stack
 	@if [ -x $(BIN)/hexflow ]; then $(BIN)/hexflow down; fi

@@ -19,14 +19,18 @@ import urllib.error
 from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from deployments.cli.terminal import tolerate_encodings
 from deployments.findings import Finding, Verdict, show
-from deployments.web import NO_ANSWER, answers, open_url
+from deployments.web import NO_ANSWER, mlflow_header, open_url, prefect_header
 from planners.errors import UserError
 from tasks.config.passwords import without_password
 from tasks.config.settings import Settings, load_settings
 from tasks.machine.memory import memory_bytes
+
+if TYPE_CHECKING:
+    from deployments.local.servers import StackState
 
 GIB = 2**30
 MEMORY_WANTED_BYTES = 12 * GIB
@@ -66,8 +70,7 @@ def diagnose(settings: Settings) -> list[Finding]:
         *check_devices(versions),
         *check_packages(versions),
         check_loopback(),
-        check_server("Prefect server", os.environ.get("PREFECT_API_URL"), "/admin/version", versions.get("prefect")),
-        check_server("MLflow server", os.environ.get("MLFLOW_TRACKING_URI"), "/version", versions.get("mlflow"), False),
+        *check_named_servers(versions),
         *check_stack(settings, versions),
     ]
 
@@ -366,12 +369,26 @@ def check_loopback() -> Finding:
         return Finding("loopback", Verdict.FAIL, f"no connection over 127.0.0.1: {error}", "bring up the lo interface")
 
 
+def check_named_servers(versions: Mapping[str, str]) -> list[Finding]:
+    """The servers that the environment names, asked with the credentials that it has for them.
+
+    Args:
+        versions: installed version by canonical package name.
+    """
+    prefect, mlflow = os.environ.get("PREFECT_API_URL"), os.environ.get("MLFLOW_TRACKING_URI")
+    return [
+        check_server("Prefect server", prefect, "/admin/version", versions.get("prefect"), header=prefect_header()),
+        check_server("MLflow server", mlflow, "/version", versions.get("mlflow"), False, mlflow_header()),
+    ]
+
+
 def check_server(
-    name: str, url: str | None, path: str, client_version: str | None, is_always_server: bool = True
+    name: str, url: str | None, path: str, client_version: str | None, is_always_server: bool = True, header: str = ""
 ) -> Finding:
     """That a server named in the environment answers, in the client's version; `path` returns the server's.
 
-    MLflow takes a file or a database in place of one, so that `is_always_server` is False for it.
+    MLflow takes a file or a database in place of one, so that `is_always_server` is False for it. `header` signs in;
+    without it the user in the URL does.
     """
     if not url:
         return Finding(name, Verdict.OK, "none named: `hexflow up` starts one")
@@ -381,11 +398,13 @@ def check_server(
             return Finding(name, Verdict.FAIL, f"{shown} is no URL", "write http:// or https:// before it")
         return Finding(name, Verdict.OK, f"{shown} (no server)")
     try:
-        with open_url(url.rstrip("/") + path, ANSWER_DEADLINE_S) as answer:
+        with open_url(url.rstrip("/") + path, ANSWER_DEADLINE_S, header) as answer:
             version = answer.read(200).decode(errors="replace").strip().strip('"')
     except urllib.error.HTTPError as error:
         if error.code not in (401, 403):
             return Finding(name, Verdict.FAIL, f"{shown} answers {error}", "correct the variable that names it")
+        if header:
+            return Finding(name, Verdict.FAIL, f"{shown} refuses the credentials of the environment", "correct them")
         return Finding(name, Verdict.WARN, f"{shown} wants credentials", f"make sure that it is {client_version}, too")
     except NO_ANSWER as error:
         return Finding(
@@ -419,20 +438,25 @@ def check_stack(settings: Settings, versions: Mapping[str, str]) -> list[Finding
         what = f"{', '.join(sorted(ended))} ended without `hexflow down`, as in a crash or restart"
         return [Finding("stack", Verdict.WARN, what, "`hexflow up` starts it again, `hexflow down` puts it away")]
     if state and alive:
-        return [check_own_server(name, url) for name, url in state.own_urls.items()]
+        return [
+            check_own_server(settings, state.model_copy(update={"members": alive}), name) for name in sorted(state.own)
+        ]
     return [
         Finding("stack", Verdict.OK, "not running"),
         *[check_port(name, port) for name, port in stack.PORTS.items()],
     ]
 
 
-def check_own_server(name: str, url: str) -> Finding:
-    """That a server of the running stack answers."""
-    if answers(f"{url}/health", ANSWER_DEADLINE_S):
-        return Finding("stack", Verdict.OK, f"{name} at {url}")
-    return Finding(
-        "stack", Verdict.FAIL, f"{name} runs, but {url} does not answer", "run `hexflow down`, then up again"
-    )
+def check_own_server(settings: Settings, state: "StackState", name: str) -> Finding:
+    """That a server of the running stack answers, and to its secret."""
+    from deployments.local.sign_in import fault_of  # not before: it needs third-party packages
+
+    what, remedy = f"{name} at {state.own_urls[name]}", "run `hexflow down`, then up again"
+    try:
+        fault = fault_of(settings, state, name)
+    except UserError as error:
+        return Finding("stack", Verdict.FAIL, f"{name} has no secret to be asked with", str(error))
+    return Finding("stack", Verdict.FAIL, f"{what} {fault}", remedy) if fault else Finding("stack", Verdict.OK, what)
 
 
 def check_port(name: str, port: int) -> Finding:

@@ -4,6 +4,7 @@ import errno
 import sys
 from collections.abc import Callable
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
@@ -115,6 +116,19 @@ def down() -> None:
     console = running.open_console()
     ran = stack.down(_settings(), lambda line: console.print(line, soft_wrap=True, highlight=False))
     console.print("Everything has ended." if ran else "No stack was running.")
+
+
+@app.command("open")
+def open_pages() -> None:
+    """Open the pages of Prefect and MLflow, signed in.
+
+    Says how to sign in by hand as well. The stack's secret appears neither here nor in an address.
+    """
+    from deployments.cli import running
+    from deployments.local import sign_in, stack
+
+    settings, say = _settings(), partial(running.open_console().print, soft_wrap=True, markup=False)
+    sign_in.open_pages(settings, stack.find(settings), say)
 
 
 @app.command()

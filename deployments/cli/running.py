@@ -15,7 +15,7 @@ from deployments.cli.show import read_summary, summary_lines
 from deployments.cli.terminal import CANCELLED, FAILED, complain, telling
 from deployments.local import stack
 from deployments.local.stack import Stack
-from deployments.prefect.api import PrefectApi, Unreachable
+from deployments.prefect.api import Unreachable
 from planners.errors import UserError
 from planners.hardware.machine import Machine
 from tasks.config.experiment import Experiment
@@ -48,6 +48,8 @@ def bring_up(settings: Settings, console: Console, machine: Machine | None = Non
         raise typer.Exit(CANCELLED) from None
     console.print(f"Prefect: {found.prefect_page}", soft_wrap=True)
     console.print(f"MLflow:  {without_password(found.mlflow_url)}", soft_wrap=True)
+    if found.pair:
+        console.print("Sign in: hexflow open (or: make open)", soft_wrap=True)
     return found
 
 
@@ -56,7 +58,7 @@ def run_and_follow(settings: Settings, parameters: dict[str, Any], machine: Mach
     console = open_console()
     # Refused here if another version made it: nothing has been started.
     ledger = Ledger(settings.shared.ledger_url, patience_s=0)
-    api = PrefectApi(bring_up(settings, console, machine).prefect_url)
+    api = bring_up(settings, console, machine).api
     flow_run_id = api.create_flow_run("rl/rl", parameters)
     with _started():
         state = _follow(settings, api, flow_run_id, console)
@@ -80,7 +82,7 @@ def plan_here(settings: Settings, experiment: Experiment, console: Console) -> N
         make_ready(experiment, machine, settings)
     # Refused here if another version made it: nothing has been started.
     Ledger(settings.shared.ledger_url, patience_s=0)
-    api = PrefectApi(bring_up(settings, console, machine).prefect_url)
+    api = bring_up(settings, console, machine).api
     console.print(MEASURING)
     flow_run_id = api.create_flow_run("plan/plan", {"experiment": experiment.model_dump(mode="json")})
     with _started():

@@ -13,7 +13,8 @@ from rich.text import Text
 from sqlalchemy.engine import make_url
 
 from deployments.cli.follow import minutes
-from deployments.local.servers import StackState
+from deployments.local.servers import MLFLOW, PREFECT, StackState
+from deployments.local.sign_in import api_of, fault_of
 from deployments.prefect.api import PrefectApi, Unreachable
 from deployments.web import answers
 from planners.hardware.machine import Machine
@@ -30,6 +31,9 @@ NAMED_BY = {"Prefect server": "PREFECT_API_URL", "MLflow server": "MLFLOW_TRACKI
 """The variable that names a server to use in place of the stack's own."""
 
 
+_ANSWERS = "answers"
+
+
 def show_status(settings: Settings, state: StackState | None, console: Console) -> bool:
     """Print servers, workers and running runs; whether the stack is complete and answers."""
     if state is None or not state.members:
@@ -40,15 +44,15 @@ def show_status(settings: Settings, state: StackState | None, console: Console) 
         console.print(f"No stack runs for {settings.local.home}: start it with `hexflow up`.", soft_wrap=True)
         return False
     urls = dict(zip(NAMED_BY, (state.prefect_url, state.mlflow_url), strict=True))
+    words = dict(zip(NAMED_BY, (_state_of(settings, state, member) for member in (PREFECT, MLFLOW)), strict=True))
     table = Table("part", "state", "where", box=None)
     for name, url in urls.items():
         whose = "" if url in state.own_urls.values() else f", named by {NAMED_BY[name]}"
-        table.add_row(name, _answer(url), without_password(url).removesuffix("/api") + whose)
-    prefect_answers = _answers(state.prefect_url)
-    complete = prefect_answers and _answers(state.mlflow_url)
+        table.add_row(name, words[name], without_password(url).removesuffix("/api") + whose)
+    complete = set(words.values()) == {_ANSWERS}
     for pool, queue in state.pools.items():
         member = state.members.get(f"worker-{pool}")
-        online = bool(member) and prefect_answers and _online(PrefectApi(state.prefect_url), pool)
+        online = bool(member) and words["Prefect server"] == _ANSWERS and _online(api_of(settings, state), pool)
         complete = complete and online
         word = "online" if online else "offline" if member else "not running"
         table.add_row(f"worker of pool {pool}", word, f"queue {queue}")
@@ -73,7 +77,14 @@ def _answers(url: str) -> bool:
 
 
 def _answer(url: str) -> str:
-    return "answers" if _answers(url) else "does not answer"
+    return _ANSWERS if _answers(url) else "does not answer"
+
+
+def _state_of(settings: Settings, state: StackState, name: str) -> str:
+    """The word for one of the stack's two servers."""
+    if name in state.own:
+        return fault_of(settings, state, name) or _ANSWERS
+    return _answer(state.prefect_url if name == PREFECT else state.mlflow_url)
 
 
 def _online(api: PrefectApi, pool: str) -> bool:

@@ -4,7 +4,7 @@ import hashlib
 import os
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +20,7 @@ from tasks.machine.processes import ProcessGroup, is_alive, process_key
 HOST = "127.0.0.1"
 MARKER = "HEXFLOW_STACK"
 """Set to the home of the stack in every process of it and inherited by all that they start: `down` finds these."""
-PREFECT_SERVER_ENVIRONMENT = {
-    # On SQLite the server's task runner loses the race for a write now and then, tries again, and logs 120 lines each
-    # time: 60 MB an hour of nothing. Prefect's own loggers have levels of their own and keep them.
-    "PREFECT_LOGGING_ROOT_LEVEL": "CRITICAL",
-}
+PREFECT, MLFLOW = "prefect", "mlflow"
 
 
 class Member(BaseModel):
@@ -72,6 +68,12 @@ class StackState(BaseModel):
     """Fingerprint of the deployments that the server has."""
     members: dict[str, Member] = {}
 
+    @property
+    def own(self) -> set[str]:
+        """Which servers are the stack's own, PREFECT or MLFLOW."""
+        urls = {PREFECT: self.prefect_url, MLFLOW: self.mlflow_url}
+        return {name for name, url in urls.items() if url and url == self.own_urls.get(name)}
+
     def alive(self) -> dict[str, Member]:
         """The members that run, by name."""
         return {name: member for name, member in self.members.items() if member.alive()}
@@ -114,22 +116,39 @@ def start_member(settings: Settings, name: str, argv: list[str], env: dict[str, 
 
 
 def prefect_server_argv(port: int) -> list[str]:
-    """Command of the Prefect server; its database lies in PREFECT_HOME."""
-    return [sys.executable, "-m", "prefect", "server", "start", "--host", HOST, "--port", str(port)]
+    """Command of the Prefect server, behind its gate; its database lies in PREFECT_HOME."""
+    return [
+        *(sys.executable, "-m", "uvicorn", "--factory", "deployments.local.gate:prefect_app"),
+        *("--host", HOST, "--port", str(port), "--log-level", "warning"),
+    ]
+
+
+def prefect_server_environment(pair: str, prefect_url: str) -> dict[str, str]:
+    """Variables of the Prefect server alone, over those of `environment`; `pair` is what it asks its clients for."""
+    return {
+        "PREFECT_SERVER_API_AUTH_STRING": pair,
+        "PREFECT_SERVER_UI_SHOW_PROMOTIONAL_CONTENT": "false",
+        # Left to its default it tells every page that it may read.
+        "PREFECT_SERVER_CORS_ALLOWED_ORIGINS": prefect_url.removesuffix("/api"),
+        # On SQLite the server's task runner loses the race for a write now and then, tries again, and logs 120 lines
+        # each time: 60 MB an hour of nothing. Prefect's own loggers have levels of their own and keep them.
+        "PREFECT_LOGGING_ROOT_LEVEL": "CRITICAL",
+    }
 
 
 def mlflow_server_argv(settings: Settings, port: int) -> list[str]:
-    """Command of the MLflow server: one worker, since each takes 250 MB."""
+    """Command of the MLflow server, behind its gate; one worker: each takes 250 MB, and would know other tickets."""
     return [
-        *(sys.executable, "-m", "mlflow", "server", "--host", HOST, "--port", str(port), "--workers", "1"),
+        *(sys.executable, "-m", "mlflow", "server", "--app-name", "hexflow"),
+        *("--host", HOST, "--port", str(port), "--workers", "1"),
         *("--backend-store-uri", f"sqlite:///{settings.local.home / 'mlflow.db'}"),
         *("--artifacts-destination", str(settings.local.home / "artifacts")),
     ]
 
 
-def worker_code() -> str:
-    """Changes with what a worker runs and the variables it is given; flow runs import their code anew each time."""
-    sources = [Path(__file__), Path(__file__).with_name("worker.py")]
+def stack_code() -> str:
+    """Changes with what members run and the variables they are given; flow runs import their code anew each time."""
+    sources = sorted(Path(__file__).parent.glob("*.py"))
     return hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()[:12]
 
 
@@ -143,8 +162,16 @@ def setup_argv(is_ours: bool) -> list[str]:
     return [sys.executable, "-m", "deployments.prefect.setup", "ours" if is_ours else "shared"]
 
 
+def credentials(pair: str, own: Collection[str]) -> dict[str, str]:
+    """Variables that sign in at those servers which are the stack's own; at others a person's own variables do."""
+    user, _, secret = pair.partition(":")
+    prefect = {"PREFECT_API_AUTH_STRING": pair}
+    mlflow = {"MLFLOW_TRACKING_USERNAME": user, "MLFLOW_TRACKING_PASSWORD": secret}
+    return (prefect if PREFECT in own else {}) | (mlflow if MLFLOW in own else {})
+
+
 def environment(settings: Settings, prefect_url: str, mlflow_url: str) -> dict[str, str]:
-    """Variables of every process of the stack; flow runs inherit them from their worker."""
+    """Variables of every process of the stack, beside `credentials`; flow runs inherit them from their worker."""
     home = settings.local.home / "prefect"
     direct = {host for host in os.environ.get("NO_PROXY", "").split(",") if host} | {HOST, "localhost"}
     return {

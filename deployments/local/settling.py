@@ -12,7 +12,8 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from deployments.local import servers
 from deployments.local.servers import StackState
-from deployments.prefect.api import PrefectApi, Unreachable
+from deployments.local.sign_in import api_of, signed_in
+from deployments.prefect.api import Unreachable
 from planners.errors import UserError
 from tasks.config.settings import Settings
 from tasks.exchange.ledger import Actor, ActorRow, Ledger, RunRow
@@ -59,11 +60,11 @@ def settle_flow_runs(
 
     Those that changed state since `before` may be starting just now.
     """
-    api = PrefectApi(state.prefect_url)
     waiting = ["SCHEDULED"] if state_type == "CANCELLED" else []
     going_on = running_runs(settings, say)  # first: who takes a run over from here on is not found gone
     living = _flow_runs_here(settings)
     try:
+        api = api_of(settings, state)
         open_runs = api.flow_runs(["RUNNING", "CANCELLING", "PENDING", *waiting])
         gone = [
             run["id"]
@@ -74,10 +75,11 @@ def settle_flow_runs(
             api.set_state(flow_run_id, state_type, message, force=True)
         # Of those that their worker saw die, the ledger has not heard either.
         crashed = [run["id"] for run in api.flow_runs(["CRASHED"]) if run["id"] not in living]
-    except Unreachable:
+    except (Unreachable, UserError):  # away, or the secret was changed under it: the next `up` does this
         return
     lost = [found for found in going_on if found.run.flow_run_id in {*gone, *crashed}]
-    settle_runs(settings, state.mlflow_url, lost, is_cancelled=state_type == "CANCELLED")
+    with signed_in(settings, state):
+        settle_runs(settings, state.mlflow_url, lost, is_cancelled=state_type == "CANCELLED")
 
 
 def settle_runs(settings: Settings, mlflow_url: str, lost: Sequence[Running], is_cancelled: bool) -> None:

@@ -8,7 +8,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
 from urllib.parse import urlsplit
@@ -16,8 +16,10 @@ from urllib.parse import urlsplit
 from filelock import BaseFileLock, FileLock, Timeout
 
 from deployments.local import servers, settling
-from deployments.local.servers import HOST, Member, StackState
+from deployments.local.secret import fingerprint_of, make_secret, read_pair
+from deployments.local.servers import HOST, MLFLOW, PREFECT, Member, StackState
 from deployments.local.settling import Say
+from deployments.local.sign_in import api_of
 from deployments.local.worker import worker_name
 from deployments.prefect import setup
 from deployments.prefect.api import PrefectApi
@@ -41,7 +43,7 @@ PORT_TRIES = 3
 WORKER_GRACE_S = 60.0
 """Flow runs end within it on SIGTERM: `rl` ends its actors and closes the run's books first."""
 SERVER_GRACE_S = 15.0
-PREFECT, MLFLOW, SETUP, WORKER = "prefect", "mlflow", "setup", "worker-"
+SETUP, WORKER = "setup", "worker-"
 PORTS = {PREFECT: 4200, MLFLOW: 5000}
 _GONE = "Its process was gone when the stack started."
 
@@ -53,6 +55,13 @@ class Stack:
     prefect_url: str
     """Of the API; ends in /api."""
     mlflow_url: str
+    pair: str = field(default="", repr=False)
+    """Signs in at a Prefect server of the stack's own, as `user:secret`; empty: as the environment says."""
+
+    @property
+    def api(self) -> PrefectApi:
+        """The Prefect server's API, signed in."""
+        return PrefectApi(self.prefect_url, self.pair)
 
     @property
     def prefect_page(self) -> str:
@@ -107,7 +116,7 @@ def _up(settings: Settings, machine: Machine, say: Say) -> Stack:
     _wait_for_workers(settings, state, say)
     if not is_served and PREFECT in state.members:
         settling.settle_flow_runs(settings, state, "CRASHED", _GONE, began, say)
-    return Stack(state.prefect_url, state.mlflow_url)
+    return Stack(state.prefect_url, state.mlflow_url, read_pair(settings) if PREFECT in own else "")
 
 
 def down(settings: Settings, say: Say = print) -> bool:
@@ -231,7 +240,8 @@ def _wanted_state(settings: Settings, machine: Machine) -> StackState:
         "ledger": without_password(settings.shared.ledger_url),
         "Prefect server": named[PREFECT] or "own",
         "MLflow server": named[MLFLOW] or "own",
-        "worker code": servers.worker_code(),
+        "stack code": servers.stack_code(),
+        "secret": fingerprint_of(make_secret(settings)),
     }
     alive = known.alive() if known else {}
     if known and alive and (changed := [key for key in identity if identity[key] != known.identity.get(key)]):
@@ -297,9 +307,10 @@ def _start_server(settings: Settings, state: StackState, name: str, say: Say) ->
 
 def _start(settings: Settings, state: StackState, name: str, argv: list[str]) -> None:
     """Start a member and remember it at once, so that a crash of `up` loses none."""
-    env = servers.environment(settings, state.prefect_url, state.mlflow_url)
+    pair = make_secret(settings)
+    env = servers.environment(settings, state.prefect_url, state.mlflow_url) | servers.credentials(pair, state.own)
     if name == PREFECT:
-        env |= servers.PREFECT_SERVER_ENVIRONMENT
+        env |= servers.prefect_server_environment(pair, state.prefect_url)
     member = servers.start_member(settings, name, argv, env)
     state.members = {**state.members, name: member}
     servers.save_state(settings, state)
@@ -372,7 +383,7 @@ def _wait_for_setup(state: StackState, say: Say) -> None:
 
 
 def _wait_for_workers(settings: Settings, state: StackState, say: Say) -> None:
-    api = PrefectApi(state.prefect_url)
+    api = api_of(settings, state)
     for pool, queue in state.pools.items():
         is_online = partial(api.is_online, pool, worker_name(pool, queue))
         for starts_left in reversed(range(WORKER_STARTS)):

@@ -10,9 +10,11 @@ import signal
 import sys
 import time
 
+from deployments.local.sign_in import wait_for_own_servers
 from deployments.prefect.api import PrefectApi, Unreachable
 from deployments.prefect.versions import VARIABLE, differences, local_versions
 from planners.errors import UserError
+from tasks.config.settings import load_settings
 
 SETUP_DEADLINE_S = 300.0
 
@@ -55,13 +57,13 @@ def worker_name(pool: str, queue: str) -> str:
 
 async def serve(pool: str, queue: str) -> None:
     """Poll the queue until SIGTERM, which kills flow runs in progress: `hexflow down` ends these first."""
-    from prefect.workers.process import ProcessWorker
+    from deployments.local.process_worker import OwnFlowsWorker
 
     serving = asyncio.current_task()
     assert serving is not None
     # Prefect's own handler turns SIGTERM into Ctrl-C, which a process that a script started in the background ignores.
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, serving.cancel)
-    worker = ProcessWorker(
+    worker = OwnFlowsWorker(
         name=worker_name(pool, queue),
         work_pool_name=pool,
         work_queues=[queue],
@@ -75,9 +77,10 @@ async def serve(pool: str, queue: str) -> None:
 
 
 def main() -> None:
-    """Check versions, then serve."""
+    """Look whose server it is and which versions it has, then serve."""
     pool, queue = sys.argv[1:]
     try:
+        wait_for_own_servers(load_settings())
         wait_for_setup(PrefectApi(os.environ["PREFECT_API_URL"]))
     except UserError as error:
         sys.exit(str(error))

@@ -3,14 +3,13 @@
 Importing Prefect costs a command 3-5 s; these endpoints are its public REST API.
 """
 
-import os
 import ssl
 from typing import Any, cast
 
 import httpx
 import tenacity
 
-from deployments.web import answers, basic
+from deployments.web import answers, basic, prefect_header
 from planners.errors import UserError
 from tasks.config.passwords import without_password
 
@@ -27,10 +26,15 @@ class _Busy(Unreachable):
 
 
 class PrefectApi:
-    """A Prefect server's REST API at `url` (ends in /api). Credentials come from PREFECT_API_KEY or _AUTH_STRING."""
+    """A Prefect server's REST API at `url` (ends in /api).
 
-    def __init__(self, url: str) -> None:
+    `pair` is the `user:password` to sign in with; without it, the variables of Prefect's own client are, else the user
+    in the URL.
+    """
+
+    def __init__(self, url: str, pair: str = "") -> None:
         self.url = url.rstrip("/")
+        self._pair = pair
 
     def call(self, method: str, path: str, body: Json | list[Json] | None = None, deadline_s: float = 30.0) -> Any:
         """One request; returns the decoded answer, None for an empty one.
@@ -63,6 +67,10 @@ class PrefectApi:
         reason = _reason(answer)
         if answer.status_code == 503:
             raise _Busy(f"The Prefect server was busy for {deadline_s:.0f} s: {reason}")
+        if answer.status_code == 401:
+            raise UserError(
+                f"The Prefect server at {without_password(self.url)} wants other credentials: {self._remedy()}"
+            )
         if answer.is_server_error:
             raise Unreachable(f"The Prefect server failed with {answer.status_code}: {reason}")
         raise UserError(f"The Prefect server refused {method} {path} ({answer.status_code}): {reason}")
@@ -72,7 +80,17 @@ class PrefectApi:
         url = httpx.URL(f"{self.url}{path}")
         verify: ssl.SSLContext | bool = ssl.create_default_context() if url.scheme == "https" else False
         with httpx.Client(trust_env=False, verify=verify, timeout=deadline_s) as client:
-            return client.request(method, url.copy_with(userinfo=b""), json=body, headers=_credentials(url))
+            return client.request(method, url.copy_with(userinfo=b""), json=body, headers=self._headers(url))
+
+    def _headers(self, url: httpx.URL) -> dict[str, str]:
+        user = f"{url.username}:{url.password}" if url.userinfo else ""
+        signed = basic(self._pair) if self._pair else prefect_header(user)
+        return {"Authorization": signed} if signed else {}
+
+    def _remedy(self) -> str:
+        if self._pair:
+            return "its secret is another one than now lies in the home. Run `hexflow down`, then `hexflow up`."
+        return "set PREFECT_API_AUTH_STRING (user:password) or PREFECT_API_KEY."
 
     def healthy(self) -> bool:
         """Whether the server serves requests."""
@@ -136,11 +154,3 @@ def _reason(answer: httpx.Response) -> str:
     except (ValueError, KeyError, TypeError):
         detail = answer.text
     return str(detail)[:500]
-
-
-def _credentials(url: httpx.URL) -> dict[str, str]:
-    """The header that signs in: the variables of Prefect's own client, else the user in the URL."""
-    if key := os.environ.get("PREFECT_API_KEY"):
-        return {"Authorization": f"Bearer {key}"}
-    pair = os.environ.get("PREFECT_API_AUTH_STRING") or (f"{url.username}:{url.password}" if url.userinfo else "")
-    return {"Authorization": basic(pair)} if pair else {}

@@ -16,11 +16,13 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict
 
+from deployments.local.sign_in import wait_for_own_servers
 from deployments.local.worker import recorded_versions
 from deployments.prefect.api import PrefectApi
 from deployments.prefect.versions import VARIABLE, differences, local_versions
 from planners.errors import UserError
 from planners.sections import parse_yaml
+from tasks.config.settings import load_settings
 from tasks.machine.discovery import CONTROL, discover_machine
 
 if TYPE_CHECKING:
@@ -33,6 +35,12 @@ _FORMS = ("flows", "planners", "tasks/config", "tasks/training/algorithms")
 """Rooms whose code decides what the forms of the deployments ask."""
 DONE = "set-up is complete"
 """Last line of a successful set-up."""
+JOB_TEMPLATE = {
+    "job_configuration": {"stream_output": True},
+    "variables": {"type": "object", "properties": {}, "additionalProperties": False},
+}
+"""Of all pools: whoever asks for a flow run has no say in its command, directory and environment, nor in anything else
+of its process; what an actor has to know stands in the plan."""
 
 
 class PoolChoice(BaseModel):
@@ -64,6 +72,12 @@ def pools(device_types: list[str]) -> list[str]:
 def queue_of(pool: str, machine: str) -> str:
     """The queue that this machine's worker polls in a pool."""
     return DEFAULT_QUEUE if pool == CONTROL else machine
+
+
+def entrypoints() -> frozenset[str]:
+    """What may run, as the server has it once set-up has deployed it: `module.function`."""
+    tree = parse_yaml(FILE.read_text())
+    return frozenset(item["entrypoint"].replace(":", ".") for item in tree["deployments"] + tree["per_device_type"])
 
 
 def entries(text: str, machine: str, device_types: list[str]) -> list[Entry]:
@@ -159,18 +173,17 @@ async def set_up(machine: str, device_types: list[str], wanted: list[Entry]) -> 
 
 
 async def _ensure_pool(client: "PrefectClient", pool: str, queue: str) -> None:
-    from prefect.client.schemas.actions import WorkPoolCreate
+    from prefect.client.schemas.actions import WorkPoolCreate, WorkPoolUpdate
     from prefect.exceptions import ObjectAlreadyExists
-    from prefect.workers.process import ProcessWorker
 
     description = (
         "Flows that decide and supervise." if pool == CONTROL else f"Devices of type {pool}; one queue per machine."
     )
-    template = ProcessWorker.get_default_base_job_template()
-    with contextlib.suppress(ObjectAlreadyExists):
-        await client.create_work_pool(
-            WorkPoolCreate(name=pool, type="process", description=description, base_job_template=template)
-        )
+    wanted = WorkPoolCreate(name=pool, type="process", description=description, base_job_template=JOB_TEMPLATE)
+    try:
+        await client.create_work_pool(wanted)
+    except ObjectAlreadyExists:  # one of before may have an open template
+        await client.update_work_pool(pool, WorkPoolUpdate(base_job_template=JOB_TEMPLATE))
     if queue != DEFAULT_QUEUE:
         with contextlib.suppress(ObjectAlreadyExists):
             await client.create_work_queue(name=queue, work_pool_name=pool, description=f"Runs placed on {queue}.")
@@ -196,6 +209,9 @@ async def _deploy(client: "PrefectClient", entry: Entry) -> None:
         version_type="prefect:simple",  # else each deployment asks git for more
     )
     made = await deployment.aapply()
+    if (await client.read_deployment(made)).job_variables:  # the server keeps them at every update
+        await client.delete_deployment(made)
+        made = await deployment.aapply()
     # A misspelt parameter is refused with its name when the run is asked for, not when a worker has started it.
     closed = {**parameter_schema(flow).model_dump(exclude_unset=True), "additionalProperties": False}
     await client.update_deployment(made, DeploymentUpdate(parameter_openapi_schema=closed))
@@ -211,19 +227,21 @@ def _is_busy(error: Exception) -> bool:
 
 def main() -> None:
     """Wait for the server, check versions, set up this machine."""
-    api = PrefectApi(os.environ["PREFECT_API_URL"])
+    api, is_ours = PrefectApi(os.environ["PREFECT_API_URL"]), sys.argv[1:] == ["ours"]
     try:
         machine = discover_machine()
         device_types = list(machine.count_by_type())
         wanted = entries(FILE.read_text(), machine.name, device_types)
         for entry in wanted:
             import_module(entry.entrypoint.partition(":")[0])
+        if is_ours:
+            wait_for_own_servers(load_settings(), SERVER_DEADLINE_S)
         deadline = time.monotonic() + SERVER_DEADLINE_S
         while not api.healthy():
             if time.monotonic() > deadline:
                 raise UserError(f"The Prefect server at {api.url} did not answer within {SERVER_DEADLINE_S:.0f} s.")
             time.sleep(0.5)
-        check_versions(api, is_ours=sys.argv[1:] == ["ours"])
+        check_versions(api, is_ours)
         _set_up_patiently(machine.name, device_types, wanted)
     except UserError as error:
         sys.exit(str(error))

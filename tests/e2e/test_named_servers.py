@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from deployments.local import servers, stack
+from deployments.local.secret import make_secret
 from deployments.prefect.api import PrefectApi
 from deployments.web import answers
 from tasks.config.settings import Settings
@@ -30,11 +31,13 @@ class NamedServers:
 
 @pytest.fixture
 def named_servers(stack_settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[NamedServers]:
-    """Both servers, outside the stack's home, and the variables that name them."""
+    """Both servers, outside the stack's home, with a secret of their own, and the variables that name them and it."""
     elsewhere = settings_of(home=tmp_path, runs=tmp_path, ledger_url="")
     prefect_port, mlflow_port = servers.choose_port(0), servers.choose_port(0)
     named = NamedServers(f"http://127.0.0.1:{prefect_port}/api", f"http://127.0.0.1:{mlflow_port}")
+    pair = make_secret(elsewhere)
     environment = servers.environment(elsewhere, named.prefect_url, named.mlflow_url)
+    environment |= servers.prefect_server_environment(pair, named.prefect_url)
     started = []
     try:
         for name, argv in (
@@ -45,6 +48,8 @@ def named_servers(stack_settings: Settings, tmp_path: Path, monkeypatch: pytest.
         until(named.answer, 240, "servers that answer")
         monkeypatch.setenv("PREFECT_API_URL", named.prefect_url)
         monkeypatch.setenv("MLFLOW_TRACKING_URI", named.mlflow_url)
+        for name, value in servers.credentials(pair, (servers.PREFECT, servers.MLFLOW)).items():
+            monkeypatch.setenv(name, value)
         yield named
     finally:
         for group in started:
@@ -52,6 +57,7 @@ def named_servers(stack_settings: Settings, tmp_path: Path, monkeypatch: pytest.
 
 
 def test_named_servers_are_set_up_used_and_left_alone(stack_settings: Settings, named_servers: NamedServers) -> None:
+    """Under the credentials that the environment has for them, which the stack's own secret is not."""
     up = stack.up(stack_settings)
     assert (up.prefect_url, up.mlflow_url) == (named_servers.prefect_url, named_servers.mlflow_url)
     found = stack.find(stack_settings)

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from deployments.local import stack
-from deployments.prefect.api import PrefectApi
+from deployments.local.sign_in import api_of
 from tasks.config.settings import Settings
 from tasks.exchange.ledger import ActorRow, Ledger
 from tests.support.places import EXPERIMENTS
@@ -97,7 +97,7 @@ def test_ctrl_c_cancels_a_run_here_and_on_the_server(stack_settings: Settings) -
     found, row = stack.find(stack_settings), ledger.find_run(run_id=run_id)
     assert found is not None
     assert row is not None
-    api = PrefectApi(found.prefect_url)
+    api = api_of(stack_settings, found)
     assert api.flow_run(str(row.flow_run_id))["state"]["type"] == "CANCELLED"
     until(lambda: not api.flow_runs(["PENDING", "RUNNING", "CANCELLING"]), 60, "an end of its children's flow runs")
     home, directory = stack_settings.local.home, stack_settings.shared.runs / run_id

@@ -20,6 +20,7 @@ from sqlalchemy import update
 from deployments import doctor, findings
 from deployments.findings import Finding, Verdict
 from deployments.local import servers, stack
+from deployments.local.secret import make_secret
 from tasks.config.settings import Settings
 from tasks.exchange.ledger import Ledger
 from tasks.exchange.ledger.schema import schema_info
@@ -292,6 +293,8 @@ def test_servers_named_in_the_environment(server: str, free_port: int) -> None:
     warns(finding(server, "3.9.1"), "3.7.7", "3.9.1")
     fails(finding(server, "3.7.7", "/elsewhere"), "404")
     warns(finding(server, "3.7.7", "/locked"), "credentials", "3.7.7")
+    given = doctor.check_server("Prefect server", server, "/locked", "3.7.7", header="Basic x")
+    fails(given, "refuses the credentials of the environment")
     fails(finding(f"http://user:secret@127.0.0.1:{free_port}/api", "3.7.7"), "does not answer")
     assert "secret" not in finding(f"http://user:secret@127.0.0.1:{free_port}/api", "3.7.7").what
 
@@ -323,7 +326,7 @@ def remember(settings: Settings, urls: dict[str, str], **members: psutil.Process
     servers.save_state(
         settings,
         servers.StackState(
-            prefect_url="",
+            prefect_url=urls.get("prefect", ""),
             mlflow_url="",
             own_urls=urls,
             identity={},
@@ -344,14 +347,19 @@ def test_no_stack(settings: Settings, free_port: int, monkeypatch: pytest.Monkey
 
 
 def test_a_running_stack(settings: Settings, server: str, process: Callable[..., psutil.Process]) -> None:
-    url = server.rstrip("/")
+    """Its servers answer to its secret, which whoever else has taken their port is not shown."""
+    url, here = server.rstrip("/"), psutil.Process()
     setup = process()
-    remember(settings, {"prefect": url}, prefect=process(HEXFLOW_STACK=str(settings.local.home)), setup=setup)
+    remember(settings, {"prefect": url}, prefect=here, setup=setup)
     setup.kill()  # it ends once the deployments are made
     setup.wait(10)
+    fails(stack_findings(settings)[0], "prefect has no secret to be asked with", "hexflow down")
+    make_secret(settings)
     assert stack_findings(settings) == [Finding("stack", Verdict.OK, f"prefect at {url}")]
-    remember(settings, {"prefect": f"{url}/hung"}, prefect=process(HEXFLOW_STACK=str(settings.local.home)))
+    remember(settings, {"prefect": f"{url}/hung"}, prefect=here)
     fails(stack_findings(settings)[0], "does not answer", "hexflow down")
+    remember(settings, {"prefect": url}, prefect=process())
+    fails(stack_findings(settings)[0], "is another program's now", "hexflow down")
 
 
 def test_a_member_that_ended(settings: Settings, process: Callable[..., psutil.Process]) -> None:

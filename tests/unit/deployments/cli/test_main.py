@@ -75,7 +75,7 @@ def test_a_run_lost_from_sight_was_started_all_the_same(
     """Exit status 2 would say that nothing was started; and the cursor, hidden by the live display, must come back."""
 
     class LostApi(FakeApi):
-        def __init__(self, url: str) -> None:
+        def __init__(self, url: str, pair: str) -> None:
             super().__init__("SCHEDULED")
 
         def create_flow_run(self, deployment: str, parameters: Json) -> str:
@@ -88,7 +88,7 @@ def test_a_run_lost_from_sight_was_started_all_the_same(
     monkeypatch.setattr(follow, "PICKUP_DEADLINE_S", 0.0)
     monkeypatch.setattr(running, "open_console", lambda: Console(file=out, force_terminal=True, width=100))
     monkeypatch.setattr(running, "bring_up", lambda *_: Stack("http://127.0.0.1:1/api", "http://127.0.0.1:2"))
-    monkeypatch.setattr(running, "PrefectApi", LostApi)
+    monkeypatch.setattr(stack, "PrefectApi", LostApi)
     with pytest.raises(typer.Exit) as left:
         running.run_and_follow(settings, {})
     assert left.value.exit_code == 1
@@ -181,7 +181,7 @@ def test_a_short_way_to_help(arguments: list[str], tmp_path: Path) -> None:
 
 def test_what_a_command_does_fits_its_line_in_the_list(tmp_path: Path) -> None:
     commands = run_hexflow(tmp_path, "--help").stdout.partition("Commands:")[2].split("\n")
-    assert len([line for line in commands if line.strip()]) == 10
+    assert len([line for line in commands if line.strip()]) == 11
     assert [line for line in commands if line.endswith("...")] == []
 
 

@@ -7,7 +7,7 @@ from typing import ClassVar
 import psutil
 import pytest
 
-from deployments.local import servers, settling
+from deployments.local import servers, settling, sign_in
 from deployments.local.servers import StackState
 from deployments.prefect.api import Json, PrefectApi
 from tasks.config.settings import Settings
@@ -38,7 +38,7 @@ class SettledApi(PrefectApi):
 @pytest.fixture(autouse=True)
 def _a_stack_with_one_flow_run_alive(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SettledApi, "closed", [])
-    monkeypatch.setattr(settling, "PrefectApi", SettledApi)
+    monkeypatch.setattr(sign_in, "PrefectApi", SettledApi)
     here = [(psutil.Process(), {"PREFECT__FLOW_RUN_ID": "flow-living"})]
     monkeypatch.setattr(servers, "marked_processes", lambda settings: here)
 

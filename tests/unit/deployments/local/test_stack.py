@@ -222,11 +222,11 @@ def test_up_refuses_workers_of_older_code(settings: Settings, sleeper: Member) -
     state.members = {"worker-cpu": sleeper}
     servers.save_state(settings, state)
     assert stack._wanted_state(settings, discover_machine()).members == state.members
-    state.identity["worker code"] = "older"
+    state.identity["stack code"] = "older"
     servers.save_state(settings, state)
     assert "postgresql://…@db/hexflow" in servers.state_path(settings).read_text()
     assert "hush" not in servers.state_path(settings).read_text() + repr(settings)
-    with pytest.raises(UserError, match=r"another worker code runs \(older, .*hexflow down"):
+    with pytest.raises(UserError, match=r"another stack code runs \(older, .*hexflow down"):
         stack.up(settings, lambda _: None)
 
 
@@ -245,7 +245,7 @@ def test_up_refuses_a_named_server_that_is_not_there(
     state = state_with()
     state.prefect_url = state.mlflow_url = f"http://127.0.0.1:{free_port}/api"
     with pytest.raises(UserError, match="PREFECT_API_URL is set"):
-        stack._require_named_servers(state, own=[stack.MLFLOW])
+        stack._require_named_servers(state, own=[servers.MLFLOW])
 
 
 def test_a_home_that_cannot_be_made_is_told(tmp_path: Path) -> None:

@@ -10,7 +10,8 @@ from contextlib import contextmanager
 import pytest
 
 from deployments.prefect.api import PrefectApi, Unreachable
-from deployments.web import answers
+from deployments.web import answers, mlflow_header
+from planners.errors import UserError
 
 Handler = http.server.BaseHTTPRequestHandler
 
@@ -113,7 +114,7 @@ def test_no_proxy_stands_between_a_command_and_its_server(variable: str, monkeyp
         assert answers(f"http://{address}/health")
 
 
-def test_a_key_or_a_pair_in_the_environment_goes_before_the_user_in_the_url(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pair_or_a_key_in_the_environment_goes_before_the_user_in_the_url(monkeypatch: pytest.MonkeyPatch) -> None:
     """As Prefect's own client has it."""
 
     def echo(handler: Handler) -> None:
@@ -121,7 +122,36 @@ def test_a_key_or_a_pair_in_the_environment_goes_before_the_user_in_the_url(monk
 
     with serving(echo) as address:
         api = PrefectApi(f"http://me:secret@{address}/api")
-        monkeypatch.setenv("PREFECT_API_AUTH_STRING", "you:other")
-        assert api.call("GET", "/x") == "Basic eW91Om90aGVy"
         monkeypatch.setenv("PREFECT_API_KEY", "key")
         assert api.call("GET", "/x") == "Bearer key"
+        monkeypatch.setenv("PREFECT_API_AUTH_STRING", "you:other")
+        assert api.call("GET", "/x") == "Basic eW91Om90aGVy"
+
+
+def test_the_stacks_own_secret_goes_before_what_the_environment_has_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither server is shown the credentials of the other."""
+
+    def refuse(handler: Handler) -> None:
+        given.append(handler.headers["Authorization"])
+        say(handler, b"Sign in", status=401)
+
+    given: list[str] = []
+    monkeypatch.setenv("PREFECT_API_KEY", "key")
+    monkeypatch.setenv("PREFECT_API_AUTH_STRING", "you:other")
+    with serving(refuse) as address:
+        with pytest.raises(
+            UserError, match=r"wants other credentials: its secret .* `hexflow down`, then `hexflow up`"
+        ):
+            PrefectApi(f"http://{address}/api", "me:secret").call("GET", "/x")
+        with pytest.raises(UserError, match="wants other credentials: set PREFECT_API_AUTH_STRING"):
+            PrefectApi(f"http://{address}/api").call("GET", "/x")
+    assert given == ["Basic bWU6c2VjcmV0", "Basic eW91Om90aGVy"]
+
+
+def test_doctor_asks_a_named_mlflow_server_as_its_client_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert mlflow_header() == ""
+    monkeypatch.setenv("MLFLOW_TRACKING_TOKEN", "token")
+    monkeypatch.setenv("MLFLOW_TRACKING_USERNAME", "me")
+    assert mlflow_header() == "Bearer token"
+    monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", "secret")
+    assert mlflow_header() == "Basic bWU6c2VjcmV0"
