@@ -100,9 +100,10 @@ class Supervisor:
         self._gap_s = max(_LONGEST_GAP_S, self._settings.heartbeat_deadline_s / 4)
         self._silence, self._rest, self._age = (Silence(self._gap_s, clock) for _ in range(3))
         self._restarts = 0
-        self._deaths = Deaths(self._settings.restarts, run.ledger.progress(run.run_id))
+        progress = run.ledger.progress(run.run_id)
+        self._deaths, self._deadly = Deaths(self._settings.restarts, progress), progress.deadly_prompts
         self._told: list[str] = []
-        self._unscored = Unscored(run.experiment.workload.prompts_per_step, run.ledger.progress(run.run_id))
+        self._unscored = Unscored(run.experiment.workload.prompts_per_step, progress)
         self._stall = Stall(run.ledger, run.run_id)
 
     def run(self) -> None:
@@ -202,6 +203,7 @@ class Supervisor:
         self._on_progress(progress)
         self._pay(self._deaths.to_pay(progress), "Engines died, and no question is to blame")
         self._raise_if_unscored(progress)
+        self._tell_of_skipped(progress)
         self._raise_if_stalled(progress)
         if progress.step < progress.steps:
             return False
@@ -215,6 +217,13 @@ class Supervisor:
                 f"In the last {groups} groups no two answers could be scored, so nothing is learned: "
                 f"{self._describe_actors()}. Mend the rewards or the data, see {self._run.directory.logs}."
             )
+
+    def _tell_of_skipped(self, progress: Progress) -> None:
+        if progress.deadly_prompts > self._deadly:
+            self._deadly = progress.deadly_prompts
+            self._told.append("a question that ended two engines when it was asked alone is skipped from now on")
+            print(self._told[-1])
+            self._on_replaced(self._told)
 
     def _raise_if_stalled(self, progress: Progress) -> None:
         still_s = self._stall.look(progress.step)
@@ -293,7 +302,7 @@ class Supervisor:
                 self._cancel(child)
             return
         log = self._run.directory.log_path(actor.role, actor.slot)
-        if child.is_first and not child.has_run and left.state in ("failed", "died"):
+        if child.is_first and not child.has_run and left.state == "failed":
             # What failed before it ever worked would fail again: bad input, missing memory. One that has worked before
             # may meet what passes: devices not free yet, a file that a next attempt does without.
             raise RunFailed(f"The {_name(actor)} could not start: {fault} (log: {log})")

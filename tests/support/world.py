@@ -388,6 +388,7 @@ class World:
         if len(lost) == 1:
             self.died_alone[self.question(lost[0])] += 1
         self.deaths += 1
+        self.ledger.heartbeat(replica.actor)
         for _ in range(self.dice.randint(1, 2)):
             self.ledger.finish(replica.actor, "died", "SIGSEGV")
         replica.actor = self.register("replica", replica.actor.slot)

@@ -14,7 +14,7 @@ from typing import Any
 from sqlalchemy import ColumnElement, Connection, Row, Select, and_, delete, func, insert, select, update
 
 from tasks.exchange.ledger.database import Database, now_s
-from tasks.exchange.ledger.drops import ENGINE_DIED, LEASE_LOST, accuse_evaluation, drop_groups
+from tasks.exchange.ledger.drops import LEASE_LOST, accuse, drop_groups
 from tasks.exchange.ledger.fence import (
     ACTIVE,
     OPEN,
@@ -190,7 +190,7 @@ class Actors(Database):
             actor: who has ended.
             state: "done"; "failed"; or "died", which is for whoever has seen that the process, or that of its engine,
                 ended without a word and that nobody from outside ended it. All that it was answering is accused, except
-                beside an evaluation, which may be at fault as well.
+                beside an evaluation, which may be at fault as well; what was starting still has failed.
             message: why, for people.
 
         Raises:
@@ -199,12 +199,11 @@ class Actors(Database):
         if state not in ("done", "failed", "died"):
             raise ValueError(f"an actor ends as done, failed or died, not {state}")
         with self.write(actor.run_id) as connection:
-            if require_current(connection, actor) in ACTIVE:
+            if (before := require_current(connection, actor)) in ACTIVE:
+                if state == "died" and not accuse(connection, actor) and before == "starting":
+                    state = "failed"  # it never worked, which is no question's fault
                 values = {"state": state, "message": message, "heartbeat_s": now_s()}
                 connection.execute(update(actors).where(*rows_of(actor, actors)).values(**values))
-                if state == "died" and not accuse_evaluation(connection, actor):
-                    leases = and_(*rows_of(actor, groups), groups.c.state == "leased")
-                    drop_groups(connection, actor.run_id, leases, ENGINE_DIED)
                 end_slots(connection, actor.run_id, actors.c.role == actor.role, actors.c.slot == actor.slot)
 
     def fence(

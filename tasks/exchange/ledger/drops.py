@@ -43,10 +43,13 @@ GUILTY_FROM = SUSPECTED_FROM + 2
 _is_suspect = and_(is_accused, prompts.c.deaths >= SUSPECTED_FROM)
 
 
-def drop_groups(connection: Connection, run_id: str, condition: ColumnElement[bool], reason: str) -> None:
+def drop_groups(connection: Connection, run_id: str, condition: ColumnElement[bool], reason: str) -> int:
     """Drop all open groups of the run that meet `condition`, and let their prompts wait or go into quarantine.
 
     They go there after too many failed attempts, because their question is there, or for what it did to engines.
+
+    Returns:
+        How many groups were dropped.
     """
     doomed = and_(groups.c.run_id == run_id, is_open, condition)
     failed = prompts.c.failed_attempts + (0 if reason in NOT_THE_PROMPTS_FAULT else 1)
@@ -60,13 +63,20 @@ def drop_groups(connection: Connection, run_id: str, condition: ColumnElement[bo
         .returning(prompts.c.state)
     ).all()
     if not next_states:
-        return
+        return 0
     connection.execute(update(groups).where(doomed).values(state="dropped", drop_reason=reason))
     counted = {"groups": len(next_states), "quarantined_prompts": next_states.count(QUARANTINED)}
     this = (drops.c.run_id == run_id, drops.c.reason == reason)
     more = {name: drops.c[name] + count for name, count in counted.items()}
     if connection.execute(update(drops).where(*this).values(**more)).rowcount == 0:
         connection.execute(insert(drops).values(run_id=run_id, reason=reason, **counted))
+    return len(next_states)
+
+
+def accuse(connection: Connection, actor: Actor) -> bool:
+    """Count an engine's death for all that its replica had in hand, and drop that; False where it had nothing."""
+    leases = and_(*rows_of(actor, groups), groups.c.state == "leased")
+    return _accuse_evaluation(connection, actor) or drop_groups(connection, actor.run_id, leases, ENGINE_DIED) > 0
 
 
 def acquit(connection: Connection, run_id: str, group_id: int) -> None:
@@ -107,7 +117,7 @@ def becomes_suspect(connection: Connection, run_id: str, group_id: int, key: str
     return bool(connection.execute(accused).rowcount)
 
 
-def accuse_evaluation(connection: Connection, actor: Actor) -> bool:
+def _accuse_evaluation(connection: Connection, actor: Actor) -> bool:
     """Count an engine's death for the evaluation that it was busy with, and for the question that it was asked alone.
 
     Returns:

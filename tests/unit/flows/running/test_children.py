@@ -32,7 +32,7 @@ def test_how_a_process_ended_is_told(tmp_path: Path, last_act: str, how: str | N
     assert caught.value.how == how
 
 
-@pytest.mark.parametrize(("how", "state"), [("its process was ended by SIGSEGV", "died"), (None, "starting")])
+@pytest.mark.parametrize(("how", "state"), [("its process was ended by SIGSEGV", "died"), (None, "running")])
 def test_a_replica_that_can_say_nothing_any_more_is_said_to_have_died(
     settings: Settings, monkeypatch: pytest.MonkeyPatch, how: str | None, state: str
 ) -> None:
@@ -41,6 +41,7 @@ def test_a_replica_that_can_say_nothing_any_more_is_said_to_have_died(
 
     def run_and_fail(*arguments: Any) -> None:
         ledger.register(actor, a_process())
+        ledger.heartbeat(actor)
         raise ProcessFailed("it failed", how)
 
     actor = assign(ledger, "replica")

@@ -141,6 +141,14 @@ def test_who_leaves_otherwise_accuses_nobody(ledger: Ledger, trainer: Actor, rep
     assert [row[1:] for row in states(ledger)] == [("dropped", "lease_lost")]
 
 
+def test_what_dies_while_it_starts_has_failed(ledger: Ledger, trainer: Actor, replica: Actor) -> None:
+    beaten = join(ledger, "replica", 1)
+    ledger.heartbeat(beaten)
+    for actor in (replica, beaten):
+        ledger.finish(actor, "died", "SIGSEGV")
+    assert [row.state for row in ledger.actors(RUN) if row.role == "replica"] == ["failed", "died"]
+
+
 def test_a_death_beside_an_evaluation_accuses_that_and_no_prompt(
     ledger: Ledger, trainer: Actor, replica: Actor
 ) -> None:
