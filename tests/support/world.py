@@ -277,11 +277,12 @@ class World:
 
     def fence_late(self, replica: Replica) -> bool:
         """The supervisor fences who was silent or stuck when it looked, however long ago that was."""
+        if replica.seen is None:
+            self.look(replica)
         seen, replica.seen = replica.seen, None
-        if seen is None:
-            return False
-        if self.dice.random() < 0.5:  # while it waits for a lock
-            self.complete(replica)
+        assert seen is not None
+        if self.dice.random() < 0.5:  # while it waits for a lock, a token comes
+            replica.work += 1
             self.begin_beat(replica)
             self.end_beat(replica)
         heard, zombie, supervisor = replica.heard, replica.actor, supervisor_of(self.ledger, self.run_id)
@@ -430,7 +431,7 @@ class World:
                 lambda: self.engine_dies(replica),
                 self.find_damage,
                 lambda: self.lose_lease(replica),
-                lambda: self.fence_late(replica),
+                *[lambda: self.fence_late(replica)] * 2,
             ]
             return self.dice.choice(failures)()
         actions = [
