@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from functools import partial
 from urllib.parse import urlsplit
 
@@ -93,7 +92,6 @@ class _PortTaken(UserError):
 
 
 def _up(settings: Settings, machine: Machine, say: Say) -> Stack:
-    began = datetime.now(UTC)
     state = _wanted_state(settings, machine)
     is_served = any(name.startswith(WORKER) for name in state.members)
     own = [name for name in (PREFECT, MLFLOW) if not _named_server(name, state)]
@@ -115,7 +113,7 @@ def _up(settings: Settings, machine: Machine, say: Say) -> Stack:
         servers.save_state(settings, state)
     _wait_for_workers(settings, state, say)
     if not is_served and PREFECT in state.members:
-        settling.settle_flow_runs(settings, state, "CRASHED", _GONE, began, say)
+        settling.settle_flow_runs(settings, state, "CRASHED", _GONE, say)
     return Stack(state.prefect_url, state.mlflow_url, read_pair(settings) if PREFECT in own else "")
 
 
@@ -145,7 +143,7 @@ def down(settings: Settings, say: Say = print) -> bool:
         ran = ran or bool(left)
         kill_processes(left)
         if state and PREFECT in hosts:
-            settling.settle_flow_runs(settings, state, "CANCELLED", "Ended by `hexflow down`.", datetime.now(UTC), say)
+            settling.settle_flow_runs(settings, state, "CANCELLED", "Ended by `hexflow down`.", say)
         if host_pids:
             say("Ending the servers.")
             end_sessions(host_pids, SERVER_GRACE_S)

@@ -1,7 +1,6 @@
 """What becomes of runs whose processes are gone: only the run that is meant is closed, and nothing else is touched."""
 
 from collections.abc import Iterator
-from datetime import UTC, datetime, timedelta
 from typing import ClassVar
 
 import psutil
@@ -21,14 +20,19 @@ class SettledApi(PrefectApi):
     """A server with a flow run whose process is gone, one that lives, one that starts just now and one that crashed."""
 
     closed: ClassVar[list[tuple[str, str]]] = []
+    looks = 0
 
     def flow_runs(self, state_types: list[str]) -> list[Json]:
         if state_types == ["CRASHED"]:
             return [{"id": "flow-crashed"}]
-        ages_h = {"flow-gone": 1, "flow-living": 1, "flow-starting": -1}
+        self.looks += 1
+        # The server's clock was set back in between; one ends in good order after the first look.
+        found = {"flow-gone": "RUNNING", "flow-living": "RUNNING", "flow-starting": "PENDING", "flow-ending": "RUNNING"}
+        times = dict.fromkeys(found, "2026-12-01T12:00:00Z") | {"flow-starting": "2026-12-01T11:00:00Z"}
         return [
-            {"id": name, "state": {"timestamp": (datetime.now(UTC) - timedelta(hours=age_h)).isoformat()}}
-            for name, age_h in ages_h.items()
+            {"id": name, "state": {"type": found[name], "timestamp": times[name]}}
+            for name in found
+            if name != "flow-ending" or self.looks == 1
         ]
 
     def set_state(self, flow_run_id: str, state_type: str, message: str, force: bool = False) -> None:
@@ -39,8 +43,14 @@ class SettledApi(PrefectApi):
 def _a_stack_with_one_flow_run_alive(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SettledApi, "closed", [])
     monkeypatch.setattr(sign_in, "PrefectApi", SettledApi)
-    here = [(psutil.Process(), {"PREFECT__FLOW_RUN_ID": "flow-living"})]
-    monkeypatch.setattr(servers, "marked_processes", lambda settings: here)
+    monkeypatch.setattr(settling, "STARTING_S", 0.0)
+    living = iter([["flow-living"]])
+
+    def marked(settings: Settings) -> list[tuple[psutil.Process, dict[str, str]]]:
+        here = next(living, ["flow-living", "flow-starting"])
+        return [(psutil.Process(), {"PREFECT__FLOW_RUN_ID": name}) for name in here]
+
+    monkeypatch.setattr(servers, "marked_processes", marked)
 
 
 @pytest.fixture
@@ -74,7 +84,7 @@ def states(ledger: Ledger) -> dict[str, tuple[str, set[str]]]:
 
 def settle(settings: Settings, state_type: str) -> None:
     state = StackState(prefect_url="http://prefect", mlflow_url="http://mlflow", identity={}, members={})
-    settling.settle_flow_runs(settings, state, state_type, "Ended.", datetime.now(UTC), pytest.fail)
+    settling.settle_flow_runs(settings, state, state_type, "Ended.", pytest.fail)
 
 
 @pytest.mark.parametrize(
