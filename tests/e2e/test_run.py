@@ -109,13 +109,11 @@ def test_ctrl_c_cancels_a_run_here_and_on_the_server(stack_settings: Settings) -
 def test_a_run_survives_kills_is_cancelled_without_a_server_and_completes_when_resumed(
     stack_settings: Settings,
 ) -> None:
-    """Trainer, replica and Prefect's server are killed, an engine is stopped while its replica beats on; what the run
-    learnt and what it generated is kept all the same.
-    """
+    """Trainer, replica and Prefect's server are killed; what it learnt and what it generated is kept all the same."""
     assert hexflow("up").returncode == 0
     ledger = Ledger(stack_settings.shared.ledger_url)
     # Long enough not to end by itself while the cancellation travels: a step takes a third of a second.
-    run = Run(stack_settings, "train", str(EXPERIMENT), f"run.steps={STEPS}", "run.work_deadline_s=10")
+    run = Run(stack_settings, "train", str(EXPERIMENT), f"run.steps={STEPS}")
     run_id = run.run_id
     until(lambda: ledger.progress(run_id).step >= 7, 300, "a checkpoint and one more step")
     replica, trainer = (actor(ledger, run_id, role).pid for role in ("replica", "trainer"))
@@ -125,10 +123,6 @@ def test_a_run_survives_kills_is_cancelled_without_a_server_and_completes_when_r
     os.kill(trainer, signal.SIGKILL)
     until(lambda: ledger.progress(run_id).step >= 13, 300, "steps of second ones and a checkpoint")
     assert [actor(ledger, run_id, role).attempt for role in ("trainer", "replica")] == [2, 2]
-    stop_engine(actor(ledger, run_id, "replica").pid)
-    until(lambda: actor(ledger, run_id, "replica").attempt == 3, 120, "another replica for the one that stands still")
-    step = ledger.progress(run_id).step
-    until(lambda: ledger.progress(run_id).step > step + 2, 300, "steps of the third replica")
 
     found = stack.find(stack_settings)
     assert found is not None
@@ -150,12 +144,6 @@ def test_a_run_survives_kills_is_cancelled_without_a_server_and_completes_when_r
     kept = list((stack_settings.local.home / "prefect" / "storage").iterdir())
     assert kept, "Prefect kept nothing of the actors that were killed"
     assert all(json.loads(path.read_bytes()) for path in kept), "a pickle"
-
-
-def stop_engine(replica: int | None) -> None:
-    """Let the engine's process hang, which its replica does not hear of."""
-    (engine,) = [child for child in psutil.Process(replica).children() if "EngineCore" in " ".join(child.cmdline())]
-    engine.suspend()
 
 
 def assert_completed(settings: Settings, ledger: Ledger, run_id: str, summary: dict[str, Any]) -> None:
