@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from types import FrameType
 from typing import Protocol
 
 from rich.console import Console, Group, RenderableType
@@ -31,7 +32,6 @@ PICKUP_DEADLINE_S = 180.0
 CANCEL_DEADLINE_S = 180.0
 LOST_AFTER_S = 3 * SUPERVISOR_SILENCE_S
 """Silence after which a run that nobody has closed is given up, while the server is away: a busy disk delays beats."""
-_INTERRUPTS = (signal.SIGINT, signal.SIGTERM)
 FINAL = ("COMPLETED", "FAILED", "CRASHED", "CANCELLED")
 STEPS_SHOWN = 8
 PACE_STEPS = 10
@@ -272,22 +272,23 @@ class Follower:
 
         A run that no worker picks up is cancelled, and comes back as CRASHED.
         """
-        with self._live or nullcontext(), sigterm_as_ctrl_c():
+        with self._live or nullcontext():
             try:
-                let_interrupt()
-                return self._watch(None)
+                with sigterm_as_ctrl_c():
+                    return self._watch(None)
             except KeyboardInterrupt:
                 return self._cancel()
 
     def cancel(self) -> Json:
         """Cancel the run, whoever started it, and show it until it ends, as `follow`."""
-        with self._live or nullcontext(), sigterm_as_ctrl_c():
+        with self._live or nullcontext():
             return self._cancel()
 
     def _cancel(self) -> Json:
         try:
-            self._announce("Cancelling, which takes up to 3 minutes. Ctrl-C again leaves it to end by itself.")
-            return self._watch(time.monotonic() + CANCEL_DEADLINE_S)
+            with sigterm_as_ctrl_c():
+                self._announce("Cancelling, which takes up to 3 minutes. Ctrl-C again leaves it to end by itself.")
+                return self._watch(time.monotonic() + CANCEL_DEADLINE_S)
         except KeyboardInterrupt:
             again = f", `hexflow cancel {self._view.run.run_id}` asks again" if self._view.run else ""
             return {**self._state, "message": f"It is left to end by itself: `hexflow status` shows it{again}."}
@@ -401,25 +402,56 @@ class Follower:
             self._console.print(line, soft_wrap=True, markup=False)
 
 
-def hold_interrupts() -> None:
-    """Keep Ctrl-C and SIGTERM for later: between a run's start and its being followed they would leave it alone."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, _INTERRUPTS)
+class _Keeper:
+    """A handler of signals that keeps them for later."""
+
+    def __init__(self) -> None:
+        self.has_some = False
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        self.has_some = True
+
+    def give(self) -> bool:
+        """Whether there was one; it is kept no longer."""
+        had, self.has_some = self.has_some, False
+        return had
 
 
-def let_interrupt() -> None:
-    """Take Ctrl-C and SIGTERM again, also those that were kept."""
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _INTERRUPTS)
+@contextmanager
+def interrupts_kept() -> Iterator[None]:
+    """Keep Ctrl-C and SIGTERM for `sigterm_as_ctrl_c`, so that none comes between a run's start and its being followed.
+
+    Taken at once it would end the command, and leave alone the run that the server has begun meanwhile.
+    """
+    with _handled_by(_Keeper()):
+        yield
 
 
 @contextmanager
 def sigterm_as_ctrl_c() -> Iterator[None]:
-    """A command that is told to end cancels its run, too: left alone, that would go on and hold the devices."""
+    """A command that is told to end cancels its run, too: left alone, that would go on and hold the devices.
 
-    def interrupt(number: int, frame: object) -> None:
+    Raises:
+        KeyboardInterrupt: one of the two has come, or was kept.
+    """
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGTERM, interrupt)
+    kept = signal.getsignal(signal.SIGTERM)
+    with _handled_by(interrupt):
+        if isinstance(kept, _Keeper) and kept.give():
+            raise KeyboardInterrupt
+        yield
+
+
+@contextmanager
+def _handled_by(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Ctrl-C and SIGTERM go to `handler`; what was ignored before, as Ctrl-C in the background of a shell, stays so."""
+    heard = [number for number in (signal.SIGTERM, signal.SIGINT) if signal.getsignal(number) is not signal.SIG_IGN]
+    before = [(number, signal.signal(number, handler)) for number in heard]
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, former in before:
+            signal.signal(number, former)

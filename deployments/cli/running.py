@@ -10,12 +10,13 @@ from rich.console import Console
 from rich.markdown import Markdown
 from sqlalchemy.exc import SQLAlchemyError
 
-from deployments.cli.follow import Follower
+from deployments.cli.follow import Follower, interrupts_kept, sigterm_as_ctrl_c
 from deployments.cli.show import read_summary, summary_lines
 from deployments.cli.terminal import CANCELLED, FAILED, complain, telling
 from deployments.local import stack
+from deployments.local.sign_in import api_of
 from deployments.local.stack import Stack
-from deployments.prefect.api import Unreachable
+from deployments.prefect.api import PrefectApi, Unreachable
 from planners.errors import UserError
 from planners.hardware.machine import Machine
 from tasks.config.experiment import Experiment
@@ -58,10 +59,10 @@ def run_and_follow(settings: Settings, parameters: dict[str, Any], machine: Mach
     console = open_console()
     # Refused here if another version made it: nothing has been started.
     ledger = Ledger(settings.shared.ledger_url, patience_s=0)
-    api = bring_up(settings, console, machine).api
-    flow_run_id = api.create_flow_run("rl/rl", parameters)
+    with sigterm_as_ctrl_c():
+        api = bring_up(settings, console, machine).api
+        flow_run_id, state = _start_and_follow(settings, api, "rl/rl", parameters, console)
     with _started():
-        state = _follow(settings, api, flow_run_id, console)
         run = ledger.find_run(flow_run_id=flow_run_id)
     if run is not None:
         console.print(f"run {run.run_id}: {state['name'].lower()}", soft_wrap=True)
@@ -84,11 +85,32 @@ def plan_here(settings: Settings, experiment: Experiment, console: Console) -> N
     Ledger(settings.shared.ledger_url, patience_s=0)
     api = bring_up(settings, console, machine).api
     console.print(MEASURING)
-    flow_run_id = api.create_flow_run("plan/plan", {"experiment": experiment.model_dump(mode="json")})
+    parameters = {"experiment": experiment.model_dump(mode="json")}
+    flow_run_id, state = _start_and_follow(settings, api, "plan/plan", parameters, console)
     with _started():
-        state = _follow(settings, api, flow_run_id, console)
         for text in api.markdown_artifacts(flow_run_id):
             console.print(Markdown(text))
+    leave(state, console)
+
+
+def cancel_run(settings: Settings, run_id: str, console: Console) -> None:
+    """Cancel a run that goes on, whoever started it, show its end, and leave with its status.
+
+    Raises:
+        UserError: there is no such run, or it does not go on.
+    """
+    ledger = Ledger(settings.shared.ledger_url, patience_s=0)
+    run = ledger.find_run(run_id=run_id)
+    if run is None:
+        raise UserError(f"The ledger knows no run {run_id}: `hexflow runs` lists those it knows.")
+    if run.state != "running" or run.flow_run_id is None:
+        raise UserError(f"Run {run_id} is {run.state}: there is nothing to cancel.")
+    known = stack.find(settings)
+    if known is None:
+        raise UserError(f"No stack was ever started for {settings.local.home}: set HEXFLOW_HOME as the run had it.")
+    api = api_of(settings, known)
+    with _started():
+        state = Follower(api, ledger, run.flow_run_id, console).cancel()
     leave(state, console)
 
 
@@ -112,11 +134,21 @@ def _started() -> Iterator[None]:
         cause = f"The ledger failed: {cause_of(error)}"
     else:
         return
-    complain(f"{cause}. The run may go on: see `hexflow status`; `hexflow up` starts a lost server.")
+    complain(
+        f"{cause}. The run may go on: see `hexflow status`; `hexflow up` starts a lost server. `hexflow cancel RUN` "
+        "ends it."
+    )
     raise typer.Exit(FAILED)
 
 
-def _follow(settings: Settings, api: Any, flow_run_id: str, console: Console) -> dict[str, Any]:
-    page = f"{without_password(api.url).removesuffix('/api')}/runs/flow-run/{flow_run_id}"
-    console.print(f"Flow run: {page}", soft_wrap=True)
-    return Follower(api, Ledger(settings.shared.ledger_url, patience_s=0), flow_run_id, console).follow()
+def _start_and_follow(
+    settings: Settings, api: PrefectApi, deployment: str, parameters: dict[str, Any], console: Console
+) -> tuple[str, dict[str, Any]]:
+    """Create a flow run and show it to its end; returns its id and last state. Ctrl-C meanwhile cancels it."""
+    with interrupts_kept():
+        flow_run_id = api.create_flow_run(deployment, parameters)
+        with _started():
+            page = f"{without_password(api.url).removesuffix('/api')}/runs/flow-run/{flow_run_id}"
+            console.print(f"Flow run: {page}", soft_wrap=True)
+            ledger = Ledger(settings.shared.ledger_url, patience_s=0)
+            return flow_run_id, Follower(api, ledger, flow_run_id, console).follow()

@@ -17,6 +17,7 @@ from deployments.cli.follow import (
     describe_step,
     draw,
     ending,
+    interrupts_kept,
     look,
     outcome,
     step_figures,
@@ -332,6 +333,32 @@ def test_sigterm_cancels_like_ctrl_c() -> None:
     assert api.proposed == ["CANCELLING"]
     assert "Cancelling" in out.getvalue()
     assert signal.getsignal(signal.SIGTERM) == before
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_while_the_run_is_being_started_cancels_it(number: signal.Signals) -> None:
+    """Taken at once it would end the command, and leave alone the run that the server has begun meanwhile."""
+    before = signal.getsignal(signal.SIGTERM)
+    shown, out = follower(api := FakeApi("RUNNING"))
+    with interrupts_kept():
+        os.kill(os.getpid(), number)
+        assert shown.follow()["type"] == "CANCELLED"
+    assert api.proposed == ["CANCELLING"]
+    assert "Cancelling" in out.getvalue()
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_a_run_that_another_command_started_is_cancelled_and_waited_for() -> None:
+    api, books, out = FakeApi("RUNNING"), FakeBooks(a_view(())), io.StringIO()
+    assert Follower(api, books, "flow-1", Console(file=out)).cancel()["type"] == "CANCELLED"
+    assert (api.proposed, books.asked) == (["CANCELLING"], ["flow-1"])
+
+
+def test_who_leaves_a_cancelled_run_is_told_how_to_ask_again() -> None:
+    api, books = FakeApi("RUNNING"), FakeBooks(a_view(()))
+    interrupt_at(api, 2, 3)
+    shown = Follower(api, books, "flow-1", Console(file=io.StringIO()))
+    assert "`hexflow cancel tiny-1` asks again" in shown.follow()["message"]
 
 
 def test_a_silent_supervisor_alone_does_not_end_the_watch() -> None:

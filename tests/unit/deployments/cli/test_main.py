@@ -18,7 +18,7 @@ from deployments.cli import follow, running
 from deployments.cli import main as cli
 from deployments.cli.show import run_row, show_running, show_runs, show_status, summary_lines
 from deployments.local import stack
-from deployments.local.servers import Member, StackState
+from deployments.local.servers import Member, StackState, save_state
 from deployments.local.stack import Stack
 from deployments.prefect import api
 from deployments.prefect.api import Json, Unreachable
@@ -96,6 +96,25 @@ def test_a_run_lost_from_sight_was_started_all_the_same(
     assert said.startswith(f"hexflow: {cause}. ")
     assert "hexflow status" in said
     assert out.getvalue().rfind("\x1b[?25h") > out.getvalue().rfind("\x1b[?25l") >= 0
+
+
+def test_only_a_run_that_goes_on_can_be_cancelled(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever started it; the exit status says how it ended."""
+    console, ledger = Console(file=io.StringIO()), Ledger(settings.shared.ledger_url)
+    monkeypatch.setattr(running, "api_of", lambda settings, state: FakeApi("RUNNING"))
+    with pytest.raises(UserError, match="knows no run absent: `hexflow runs`"):
+        running.cancel_run(settings, "absent", console)
+    supervisor = begin(ledger, "tiny-1", (4, 2, 4), flow_run_id="flow-1")
+    with pytest.raises(UserError, match="No stack was ever started"):
+        running.cancel_run(settings, "tiny-1", console)
+    save_state(settings, StackState(prefect_url="http://127.0.0.1:1/api", mlflow_url="", identity={}))
+    with pytest.raises(typer.Exit) as left:
+        running.cancel_run(settings, "tiny-1", console)
+    assert left.value.exit_code == 130
+    assert ledger.heartbeat(supervisor).wanted == "leave"
+    ledger.close_run(supervisor, "cancelled")
+    with pytest.raises(UserError, match="Run tiny-1 is cancelled: there is nothing to cancel"):
+        running.cancel_run(settings, "tiny-1", console)
 
 
 @pytest.mark.parametrize("message", ["Cancelled; `hexflow resume tiny-1` continues it.", "Ended by `hexflow down`."])
