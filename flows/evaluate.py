@@ -9,6 +9,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -25,6 +26,7 @@ from planners.plan.run import MachineShare
 from tasks.config.experiment import LAPTOP, Experiment
 from tasks.config.files import read_resolved_experiment
 from tasks.config.settings import Settings, load_settings
+from tasks.evaluation.progress import work_so_far
 from tasks.exchange.layout import RunDirectory
 from tasks.exchange.ledger import Ledger
 from tasks.exchange.weights import keep_by_links, verify_weights
@@ -70,7 +72,8 @@ def evaluate_here(experiment: Experiment, run: str | None, device_type: str | No
         argv += ["--kind", share.kind, "--concurrency", str(concurrency), "--out", str(out)]
         with on_devices(share, "an evaluation"):
             deadline_s = experiment.run.start_deadline_s + experiment.run.step_deadline_s
-            run_until_it_ends(argv, share, "the evaluation", settings.local.logs / "evaluate.log", deadline_s)
+            log, done = settings.local.logs / "evaluate.log", partial(work_so_far, out)
+            run_until_it_ends(argv, share, "the evaluation", log, deadline_s, done)
         rewards = json.loads(out.read_text())
     weights = run or experiment.model.source
     first = experiment.evaluations[0].label

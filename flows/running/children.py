@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -13,6 +13,8 @@ from tasks.exchange.ledger import Actor, Ledger
 from tasks.machine.deaths import Watch, how_it_ended
 from tasks.machine.devices import hold_devices
 from tasks.machine.processes import ProcessGroup, device_environment
+
+_POLL_S = 0.5
 
 
 def is_too_late(actor: Actor) -> bool:
@@ -55,7 +57,14 @@ class ProcessFailed(RuntimeError):
         self.how = how
 
 
-def run_until_it_ends(argv: list[str], share: MachineShare, what: str, log: Path, deadline_s: float = math.inf) -> None:
+def run_until_it_ends(
+    argv: list[str],
+    share: MachineShare,
+    what: str,
+    log: Path,
+    deadline_s: float = math.inf,
+    work: Callable[[], object] = lambda: None,
+) -> None:
     """Run `argv` on the devices of `share` and wait; whatever ends this flow ends the whole process group.
 
     Args:
@@ -63,22 +72,25 @@ def run_until_it_ends(argv: list[str], share: MachineShare, what: str, log: Path
         share: its devices.
         what: names it in errors.
         log: file for its output.
-        deadline_s: longest time it may take. An actor has none: the supervisor watches its heartbeat and cancels its
-            flow.
+        deadline_s: longest time in which it does no work. An actor has none: the supervisor watches its heartbeat and
+            cancels its flow.
+        work: what it has done so far; each other answer is work.
 
     Raises:
         ProcessFailed: the process failed or took too long.
     """
-    give_up = time.monotonic() + deadline_s
+    done, give_up = work(), time.monotonic() + deadline_s
     watch = Watch()
     process = ProcessGroup.start(argv, device_environment(share.kind, share.devices), log)
     try:
         while (status := process.poll()) is None and time.monotonic() < give_up:
-            time.sleep(0.5)
+            time.sleep(_POLL_S)
+            if (now_done := work()) != done:
+                done, give_up = now_done, time.monotonic() + deadline_s
     finally:
         process.stop()
     if status != 0:
-        end = f"took over {deadline_s:.0f} s" if status is None else how_it_ended(status)
+        end = f"did nothing for {deadline_s:.0f} s" if status is None else how_it_ended(status)
         is_own = status is not None and status < 0 and watch.ended_by_itself(status)
         message = f"The process of {what} {end}; the end of {log}:\n{process.tail()}"
         raise ProcessFailed(message, f"its process {end}" if is_own else None)

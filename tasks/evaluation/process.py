@@ -3,10 +3,12 @@
 import argparse
 import asyncio
 import logging
+from functools import partial
 from pathlib import Path
 
 from tasks.config.experiment import Experiment
 from tasks.evaluation.examine import as_json, evaluate
+from tasks.evaluation.progress import count_work
 from tasks.exchange.files import write_atomic
 from tasks.machine.processes import apply_device_environment, die_with_parent
 from tasks.rollout.serving import AnsweringSetup, open_answerer
@@ -35,6 +37,7 @@ def main() -> None:
         kind=args.kind,
         concurrency=args.concurrency,
         seed=experiment.run.seed,
+        count_work=partial(count_work, args.out),
     )
     text = asyncio.run(_evaluate(experiment, setup))
     write_atomic(args.out, text.encode())

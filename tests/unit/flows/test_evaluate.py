@@ -1,7 +1,12 @@
 """Where and how the flow `evaluate` runs, and what it refuses, in the words that a person reads."""
 
+import itertools
 import json
+import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -9,6 +14,7 @@ from prefect import State
 
 from flows import evaluate as evaluating
 from flows.evaluate import evaluate, evaluate_here, take_newest_weights
+from flows.running import children
 from planners.errors import UserError
 from planners.hardware.machine import Device, Machine
 from planners.hardware.profile import DeviceProfile
@@ -16,6 +22,7 @@ from planners.plan.run import MachineShare
 from tasks.config.experiment import Experiment
 from tasks.config.files import load_experiment
 from tasks.config.settings import Settings
+from tasks.evaluation.progress import count_work
 from tasks.exchange.layout import RunDirectory
 from tasks.exchange.ledger import Actor, Ledger
 from tasks.exchange.weights import delete_unused, publish_weights, verify_weights
@@ -78,10 +85,15 @@ def started(monkeypatch: pytest.MonkeyPatch, settings: Settings) -> dict[str, An
     def measure(experiment: Experiment, machine: Machine, path: str, device_type: str) -> dict[str, DeviceProfile]:
         return {device_type: profile_of(device_type, {8: 10.0, 64: 40.0, 128: 30.0}, 1.0)}
 
-    def run(argv: list[str], share: MachineShare, what: str, log: Path, deadline_s: float) -> None:
+    def run(
+        argv: list[str], share: MachineShare, what: str, log: Path, deadline_s: float, work: Callable[[], int]
+    ) -> None:
         seen.update(zip(argv[3::2], argv[4::2], strict=True))
         seen["share"] = share
         rewards = {"greedy": [1.0, 0.0], "sampled": [[1.0, 1.0], [1.0, 0.0]], "unscored": {}, "others": {}}
+        count_work(Path(seen["--out"]), 2)
+        count_work(Path(seen["--out"]), 1)
+        assert work() == 3, "it is not seen to get on, however long it takes"
         Path(seen["--out"]).write_text(json.dumps(rewards))
 
     for name, stand_in in {
@@ -116,3 +128,28 @@ def test_a_type_that_may_not_evaluate_is_told(device_type: str, message: str, st
     with pytest.raises(UserError, match=message):
         evaluate_here(load_experiment(EXPERIMENTS / "tiny.yaml", ["cluster.device_types=[fast]"]), None, device_type)
     assert started == {}
+
+
+@pytest.mark.parametrize("gets_on", [True, False])
+def test_an_evaluation_may_take_as_long_as_it_gets_on(
+    gets_on: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ten seconds pass at every look, of which it may do nothing for fifteen; it is over once its tenth answer is."""
+    clock, answers, out = itertools.count(step=10), itertools.count(), tmp_path / "out"
+    stand_in = SimpleNamespace(monotonic=lambda: float(next(clock)), sleep=lambda _: None)
+    monkeypatch.setattr(children, "time", stand_in)
+
+    def work() -> int:
+        done = next(answers) if gets_on else 0
+        if done == 10:
+            out.touch()
+        return done
+
+    waits = f"import pathlib, time\nwhile not pathlib.Path({str(out)!r}).exists(): time.sleep(0.01)"
+    share = MachineShare(machine="here", device_type="fast", kind="cpu", devices=(0,))
+    run = partial(children.run_until_it_ends, [sys.executable, "-c", waits], share, "it", tmp_path / "log", 15.0, work)
+    if gets_on:
+        run()
+    else:
+        with pytest.raises(RuntimeError, match="did nothing for 15 s"):
+            run()
