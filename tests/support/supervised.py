@@ -1,6 +1,6 @@
-"""A supervisor in a process of its own, without Prefect: `python -m tests.support.supervised DIRECTORY`.
+"""A supervisor in a process of its own, without Prefect: `python -m tests.support.supervised DIRECTORY FLOW_RUN [RUN]`.
 
-It begins a run, or resumes the one that RESUME names, as the flow `rl` does, and supervises one trainer and one replica
+It begins a run for that flow run, or resumes RUN, as the flow `rl` does, and supervises one trainer and one replica
 that are sleeping processes. What it does outside the ledger leaves a file in DIRECTORY: `ending` once it ends its
 actors, for which it then waits for `go`; `tracked` and `reported`.
 """
@@ -26,7 +26,6 @@ from tasks.tracking.curves import Curves
 from tasks.tracking.tracker import Tracker
 from tests.support.plan import gpu_plan, run_plan
 
-FLOW_RUN = "00000000-0000-4000-8000-000000000001"
 GO_DEADLINE_S = 120.0
 SLEEPER = [sys.executable, "-c", "import time; time.sleep(600)"]
 
@@ -73,7 +72,8 @@ class FileTracker:
 
 def main() -> None:
     """Begin a run in the settings' ledger and supervise it to its end, as Prefect's engine would run the flow."""
-    directory = Path(sys.argv[1])
+    directory, flow_run_id = Path(sys.argv[1]), sys.argv[2]
+    resume = sys.argv[3] if len(sys.argv) > 3 else None
 
     def terminate(number: int, frame: object) -> None:
         raise TerminationSignal(signal=number)
@@ -94,7 +94,7 @@ def main() -> None:
     for name, stand_in in (("carry_out", carry_out), ("report", report)):
         setattr(rl, name, stand_in)
     signal.signal(signal.SIGTERM, terminate)
-    conduct(open_run(Experiment(), None, FLOW_RUN), FLOW_RUN)
+    conduct(open_run(Experiment(), resume, flow_run_id), flow_run_id)
 
 
 if __name__ == "__main__":
