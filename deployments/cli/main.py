@@ -209,9 +209,9 @@ def prepare(experiment: ExperimentFile, overrides: Overrides = None) -> None:
 
 @app.command()
 def cancel(run: Annotated[str, typer.Argument(metavar="RUN", help="Run id, as `hexflow runs` shows it.")]) -> None:
-    """Cancel a run that goes on, whoever started it, and wait for its end.
+    """Cancel a run that goes on, and wait for its end.
 
-    What it has learnt is kept: `hexflow resume` continues it.
+    Whoever started it. What it has learnt is kept: `hexflow resume` continues it.
 
     Exit status 130: cancelled; 0: it was complete before that; 1: failed, or lost from sight; 2: no such run goes on.
     """
