@@ -176,7 +176,8 @@ prompts = Table(
 is_waiting = in_states(prompts.c.state, "waiting")
 _partial_index("waiting_prompts", prompts.c.run_id, prompts.c.prompt_index, where=is_waiting)
 is_accused = and_(in_states(prompts.c.state, "waiting", "held"), prompts.c.deaths > literal_column("0"))
-_partial_index("accused_prompts", prompts.c.run_id, prompts.c.question_key, where=is_accused)
+# With what the statements compare: between indexes of equal worth SQLite chooses by their age, which no order decides.
+_partial_index("accused_prompts", prompts.c.run_id, prompts.c.deaths, where=is_accused)
 
 groups = Table(
     "groups",
