@@ -90,6 +90,9 @@ def _options(
     ] = False,
 ) -> None:
     """Options before the command."""
+    from deployments.surroundings import clean_own
+
+    clean_own()
 
 
 @app.command()

@@ -11,10 +11,11 @@ from typing import Any
 import psutil
 from pydantic import BaseModel, ValidationError
 
+from deployments.surroundings import workplace
 from planners.errors import UserError
 from tasks.config.settings import Settings
 from tasks.exchange.files import write_atomic
-from tasks.machine.private import OWN_FILE
+from tasks.machine.private import OWN_DIRECTORY, OWN_FILE
 from tasks.machine.processes import ProcessGroup, is_alive, process_key
 
 HOST = "127.0.0.1"
@@ -111,7 +112,9 @@ def start_member(settings: Settings, name: str, argv: list[str], env: dict[str, 
     """Start one process of the stack; its log is logs/<name>.log, begun anew."""
     log = settings.local.logs / f"{name}.log"
     log.unlink(missing_ok=True)
-    group = ProcessGroup.start(argv, env, log)
+    place = workplace(settings)
+    place.mkdir(mode=OWN_DIRECTORY, parents=True, exist_ok=True)
+    group = ProcessGroup.start(argv, env, log, directory=place)
     return Member(pid=group.pid, key=process_key(group.pid), log=log)
 
 
@@ -173,7 +176,6 @@ def credentials(pair: str, own: Collection[str]) -> dict[str, str]:
 def environment(settings: Settings, prefect_url: str, mlflow_url: str) -> dict[str, str]:
     """Variables of every process of the stack, beside `credentials`; flow runs inherit them from their worker."""
     home = settings.local.home / "prefect"
-    direct = {host for host in os.environ.get("NO_PROXY", "").split(",") if host} | {HOST, "localhost"}
     return {
         **settings.environment(),
         MARKER: str(settings.local.home),
@@ -190,7 +192,6 @@ def environment(settings: Settings, prefect_url: str, mlflow_url: str) -> dict[s
         "MLFLOW_DISABLE_TELEMETRY": "true",
         "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
         "DO_NOT_TRACK": "1",
-        "NO_PROXY": ",".join(sorted(direct)),
         "PYTHONUNBUFFERED": "1",
     }
 

@@ -140,7 +140,14 @@ class ProcessGroup:
         self.log = log
 
     @classmethod
-    def start(cls, argv: list[str], env: dict[str, str], log: Path, pass_fds: Sequence[int] = ()) -> "ProcessGroup":
+    def start(
+        cls,
+        argv: list[str],
+        env: dict[str, str],
+        log: Path,
+        pass_fds: Sequence[int] = (),
+        directory: Path | None = None,
+    ) -> "ProcessGroup":
         """Start `argv` in a new session; what it and its children write nobody but their user can read.
 
         Args:
@@ -148,6 +155,7 @@ class ProcessGroup:
             env: laid over this process's environment.
             log: gets its output, at the end.
             pass_fds: descriptors that it is given.
+            directory: its working directory; None: this process's.
         """
         log.parent.mkdir(mode=OWN_DIRECTORY, parents=True, exist_ok=True)
         with open(log, "ab", opener=open_own) as output:
@@ -160,6 +168,7 @@ class ProcessGroup:
                 start_new_session=True,
                 umask=OTHERS,
                 pass_fds=pass_fds,
+                cwd=directory,
             )
         return cls(process, log)
 

@@ -1,15 +1,22 @@
 """The command as a person calls it, and the processes of a stack."""
 
+import atexit
+import functools
+import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import psutil
 
 from deployments.local import servers
 from tasks.config.settings import Settings
+from tests.support.places import REPOSITORY
 
 
 def until(condition: Callable[[], bool], deadline_s: float, what: str) -> None:
@@ -33,9 +40,36 @@ def runs(process: psutil.Process) -> bool:
         return False
 
 
+FOREIGN = {
+    "PREFECT_SERVER_DATABASE_CONNECTION_URL": "sqlite+aiosqlite:////nonexistent/theirs.db",
+    "PREFECT_PROFILE": "theirs",
+    "MLFLOW_BACKEND_STORE_URI": "sqlite:////nonexistent/theirs.db",
+    "PGHOST": "nonexistent.invalid",
+    "http_proxy": "http://127.0.0.1:1",
+    "ALL_PROXY": "socks5://127.0.0.1:1",
+    "no_proxy": "intranet",
+}
+"""What a person may have set for other servers of theirs."""
+
+
+@functools.cache
+def foreign_directory() -> Path:
+    """A working directory with a person's own settings of Prefect, and modules that are called like ours."""
+    place = Path(tempfile.mkdtemp(prefix="hexflow-foreign-"))
+    atexit.register(shutil.rmtree, place)
+    (place / ".env").write_text("PREFECT_SERVER_DATABASE_CONNECTION_URL=sqlite+aiosqlite:////nonexistent/theirs.db\n")
+    (place / "pyproject.toml").write_text("[tool.prefect]\napi.url = 'http://nonexistent.invalid/api'\n")
+    for name in ("tasks", "flows", "planners", "prefect"):
+        (place / f"{name}.py").write_text("raise ImportError('a module of the person that asked')\n")
+    return place
+
+
 def hexflow(*arguments: str, timeout_s: float = 240) -> subprocess.CompletedProcess[str]:
+    """The command as installed, in a world that is a person's own."""
     return subprocess.run(
-        [sys.executable, "-m", "deployments.cli.main", *arguments],
+        [sys.executable, "-P", "-m", "deployments.cli.main", *arguments],  # as the installed command, not from here
+        env={**os.environ, **FOREIGN, "PYTHONPATH": str(REPOSITORY)},
+        cwd=foreign_directory(),
         capture_output=True,
         text=True,
         timeout=timeout_s,
