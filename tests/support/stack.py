@@ -52,6 +52,10 @@ FOREIGN = {
 """What a person may have set for other servers of theirs."""
 
 
+_LONG = "t" * 120
+"""A name too long for the path of a socket."""
+
+
 @functools.cache
 def foreign_directory() -> Path:
     """A working directory with a person's own settings of Prefect, and modules that are called like ours."""
@@ -61,6 +65,7 @@ def foreign_directory() -> Path:
     (place / "pyproject.toml").write_text("[tool.prefect]\napi.url = 'http://nonexistent.invalid/api'\n")
     for name in ("tasks", "flows", "planners", "prefect"):
         (place / f"{name}.py").write_text("raise ImportError('a module of the person that asked')\n")
+    (place / _LONG).mkdir()
     return place
 
 
@@ -68,7 +73,7 @@ def hexflow(*arguments: str, timeout_s: float = 240) -> subprocess.CompletedProc
     """The command as installed, in a world that is a person's own."""
     return subprocess.run(
         [sys.executable, "-P", "-m", "deployments.cli.main", *arguments],  # as the installed command, not from here
-        env={**os.environ, **FOREIGN, "PYTHONPATH": str(REPOSITORY)},
+        env={**os.environ, **FOREIGN, "PYTHONPATH": str(REPOSITORY), "TMPDIR": str(foreign_directory() / _LONG)},
         cwd=foreign_directory(),
         capture_output=True,
         text=True,

@@ -22,9 +22,11 @@ import numpy as np
 import psutil
 
 from planners.costs.memory import CPU_KV_CACHE_BYTES
+from tasks.config.settings import machine_directory
 from tasks.exchange.trajectories import Segment
 from tasks.machine.deaths import Watch, how_it_ended
 from tasks.machine.network import LOOPBACK, talking_on
+from tasks.machine.private import make_private
 from tasks.machine.processes import kill_processes
 from tasks.rollout.engine import LOAD_DEADLINE_S, Answer, EngineDied, FinishReason, InFlight, Sampling
 
@@ -278,6 +280,8 @@ def _set_environment(cache_dir: Path, kind: str) -> None:
         "VLLM_LOGGING_STREAM": "ext://sys.stderr",
         "VLLM_HOST_IP": LOOPBACK,
         **talking_on(LOOPBACK),
+        # Sockets, whose paths hold 107 characters: TMPDIR may be longer, and is open to others.
+        "VLLM_RPC_BASE_PATH": str(make_private(machine_directory(), "HEXFLOW_LOCAL")),
         "VLLM_CACHE_ROOT": str(cache_dir / "vllm"),
         "TORCHINDUCTOR_CACHE_DIR": str(cache_dir / "inductor"),
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
