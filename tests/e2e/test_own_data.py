@@ -22,18 +22,15 @@ PAGE = (REPOSITORY / "docs" / "own-data.md").read_text()
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 
-def test_the_page_trains_as_it_is_written(
-    stack_settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_page_trains_as_it_is_written(stack_settings: Settings, tmp_path: Path) -> None:
     assert len(PAGE.splitlines()) <= 66, "one screen"
     blocks = dict(FENCE.findall(PAGE))
     for name, language in (("questions.jsonl", "json"), ("rewards.py", "python"), ("mine.yaml", "yaml")):
         assert f"**`{name}`**" in PAGE
         (tmp_path / name).write_text(blocks[language])
-    monkeypatch.chdir(tmp_path)
     program, *arguments = shlex.split(blocks["sh"].splitlines()[0])
     assert program == "hexflow"
-    done = hexflow(*arguments, timeout_s=540)
+    done = hexflow(*arguments, timeout_s=540, directory=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
 
     (root,) = stack_settings.shared.runs.glob("mine-*")

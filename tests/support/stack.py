@@ -69,12 +69,12 @@ def foreign_directory() -> Path:
     return place
 
 
-def hexflow(*arguments: str, timeout_s: float = 240) -> subprocess.CompletedProcess[str]:
-    """The command as installed, in a world that is a person's own."""
+def hexflow(*arguments: str, timeout_s: float = 240, directory: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """The command as installed, in a world that is a person's own; in its directory unless another is given."""
     return subprocess.run(
         [sys.executable, "-P", "-m", "deployments.cli.main", *arguments],  # as the installed command, not from here
         env={**os.environ, **FOREIGN, "PYTHONPATH": str(REPOSITORY), "TMPDIR": str(foreign_directory() / _LONG)},
-        cwd=foreign_directory(),
+        cwd=directory or foreign_directory(),
         capture_output=True,
         text=True,
         timeout=timeout_s,
