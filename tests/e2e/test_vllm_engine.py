@@ -80,9 +80,6 @@ async def _live_through_swaps(weights: list[Path], cache_dir: Path, core: int) -
         process = _started_since(others)
         threads = [int(task.name) for task in Path(f"/proc/{process.pid}/task").iterdir()]
         assert [os.sched_getaffinity(thread) for thread in threads] == [{core}] * len(threads)
-        listening = {c.laddr.ip for c in process.net_connections("inet") if c.status == psutil.CONN_LISTEN}
-        assert listening <= {"127.0.0.1"}, "nobody else can reach it"
-        assert process.environ()["GLOO_SOCKET_IFNAME"] == "lo", "also where the machine's name is another address"
         _holds_what_the_planner_computes(engine, weights[0])
         await _counts_tokens_on_the_way(engine, counted)
         await _stops_at_a_stop_token(engine, weights)
