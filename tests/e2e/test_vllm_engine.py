@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import signal
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from planners.costs.memory import CPU_KV_CACHE_BYTES, kv_bytes_per_token
 from planners.workload.model import read_model
-from tasks.rollout.engine import Answer, EngineDied, Sampling
+from tasks.rollout.engine import Answer, Sampling
 from tasks.rollout.vllm.engine import CPU_BLOCK_TOKENS, VllmEngine, cut_into_segments
 
 VOCABULARY = 128
@@ -92,28 +91,6 @@ async def _live_through_swaps(weights: list[Path], cache_dir: Path, core: int) -
     assert [(await answer).finish_reason for answer in running] == ["aborted"] * len(running)
     await engine.shutdown()
     assert not psutil.pid_exists(process.pid)
-
-
-@pytest.mark.e2e
-@pytest.mark.parametrize(("number", "by_itself"), [(signal.SIGSEGV, True), (signal.SIGKILL, False)])
-def test_an_engine_that_is_gone_says_how(
-    tmp_path: Path, one_core: int, number: signal.Signals, by_itself: bool
-) -> None:
-    asyncio.run(_die(_write_model(tmp_path / "model", seed=0), tmp_path / "cache", number, by_itself))
-
-
-async def _die(weights: Path, cache_dir: Path, number: signal.Signals, by_itself: bool) -> None:
-    others = set(psutil.Process().children())
-    engine = await VllmEngine.start(weights, **_SIZES, cache_dir=cache_dir)
-    try:
-        running = await _start_long_answers(engine, "last")
-        _started_since(others).send_signal(number)
-        for answer in [*running, asyncio.create_task(engine.load(0, 1, weights, "continue"))]:
-            with pytest.raises(EngineDied, match=f"EngineCore was ended by {number.name}") as death:
-                await answer
-            assert death.value.by_itself is by_itself
-    finally:
-        await engine.shutdown()
 
 
 def _started_since(others: set[psutil.Process]) -> psutil.Process:
