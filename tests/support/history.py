@@ -12,7 +12,7 @@ from sqlalchemy import CTE, ColumnElement, Connection, String, Table, case, cast
 
 from tasks.exchange.ledger import Actor, Lease, Ledger
 from tasks.exchange.ledger.database import now_s
-from tasks.exchange.ledger.schema import consumed_steps, drops, groups, policy_versions, prompts, spans, steps
+from tasks.exchange.ledger.schema import actors, consumed_steps, drops, groups, policy_versions, prompts, spans, steps
 from tasks.exchange.trajectories import Outcome
 from tests.support.ledger import begin, join
 
@@ -192,6 +192,10 @@ def _fill_steps(connection: Connection, first: int, end: int, past_steps: int) -
     _insert(connection, steps, rows, {"step": step, "lineage": literal(0), "end_s": end_s, "metrics_json": metrics})
     version = {"lineage": literal(0), "number": step, "state": literal("retired"), "path": literal("path")}
     _insert(connection, policy_versions, rows, {**version, "created_s": now_s()})
+    attempt = {"role": literal("replica"), "slot": step % REPLICAS, "attempt": -1 - step, "is_newest": literal(False)}
+    attempt |= {"state": case((step % 2 == 0, "died"), else_="fenced"), "assigned_by": literal(1)}
+    attempt |= {"wanted": literal("run"), "message": literal(""), "machines": literal("[]"), "heartbeat_s": end_s}
+    _insert(connection, actors, rows, attempt | {"serial": literal(1), "work": literal(1)})
     for role, kind in (("trainer", "busy"), ("replica", "busy"), ("replica", "wait")):
         times = {"kind": literal(kind), "span_key": cast(step, String), "start_s": end_s - 1, "end_s": end_s}
         _insert(connection, spans, rows, {**_holder(role), **times})

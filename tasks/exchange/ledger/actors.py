@@ -11,7 +11,7 @@ import json
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, Row, Select, and_, delete, func, insert, select, update
+from sqlalchemy import ColumnElement, Connection, Row, Select, and_, delete, insert, select, update
 
 from tasks.exchange.ledger.database import Database, now_s
 from tasks.exchange.ledger.drops import LEASE_LOST, accuse, drop_groups
@@ -26,7 +26,7 @@ from tasks.exchange.ledger.fence import (
     rows_of,
 )
 from tasks.exchange.ledger.rows import Actor, ActorRow, Beat, Fenced, Process
-from tasks.exchange.ledger.schema import actors, evaluations, groups, is_open, runs, weight_claims
+from tasks.exchange.ledger.schema import actors, evaluations, groups, is_newest, is_open, runs, weight_claims
 
 ROLES = ("trainer", "replica")
 """What a supervisor gives out."""
@@ -204,6 +204,9 @@ class Actors(Database):
                     state = "failed"  # it never worked, which is no question's fault
                 values = {"state": state, "message": message, "heartbeat_s": now_s()}
                 connection.execute(update(actors).where(*rows_of(actor, actors)).values(**values))
+                if state == "died":
+                    one_more = {"engine_deaths": runs.c.engine_deaths + 1}
+                    connection.execute(update(runs).where(runs.c.run_id == actor.run_id).values(one_more))
                 end_slots(connection, actor.run_id, actors.c.role == actor.role, actors.c.slot == actor.slot)
 
     def fence(
@@ -248,33 +251,18 @@ class Actors(Database):
 
     def actors(self, run_id: str) -> list[ActorRow]:
         """The newest attempt of every slot, by role and slot."""
-        newest = (
-            select(actors.c.role, actors.c.slot, func.max(actors.c.attempt).label("attempt"))
-            .where(actors.c.run_id == run_id)
-            .group_by(actors.c.role, actors.c.slot)
-            .subquery()
-        )
-        query = (
-            _with_silence()
-            .join(
-                newest,
-                and_(
-                    actors.c.role == newest.c.role,
-                    actors.c.slot == newest.c.slot,
-                    actors.c.attempt == newest.c.attempt,
-                ),
-            )
-            .where(actors.c.run_id == run_id)
-            .order_by(actors.c.role, actors.c.slot)
-        )
+        query = _with_silence().where(actors.c.run_id == run_id, is_newest).order_by(actors.c.role, actors.c.slot)
         with self.read() as connection:
             return [_row(row) for row in connection.execute(query)]
 
 
 def add_actor(connection: Connection, actor: Actor, **values: object) -> None:
-    """Write an attempt down; `values` are the columns that its state needs."""
+    """Write an attempt down, the newest of its slot; `values` are the columns that its state needs."""
+    slot = (actors.c.run_id == actor.run_id, actors.c.role == actor.role, actors.c.slot == actor.slot)
+    connection.execute(update(actors).where(*slot, is_newest).values(is_newest=False))
     keys = {"run_id": actor.run_id, "role": actor.role, "slot": actor.slot, "attempt": actor.attempt}
     defaults = {"message": "", "machines": "[]", "wanted": "run", "serial": 0, "work": 0, "heartbeat_s": now_s()}
+    defaults["is_newest"] = True
     connection.execute(insert(actors).values(**(defaults | keys | values)))
 
 
@@ -286,10 +274,9 @@ def end_slots(connection: Connection, run_id: str, *which: ColumnElement[bool]) 
         run_id: the run.
         which: conditions on role and slot; none: all slots of the run.
     """
-    connection.execute(
-        update(actors).where(actors.c.run_id == run_id, actors.c.state.in_(OPEN), *which).values(state="fenced")
-    )
-    slots = connection.execute(select(actors.c.role, actors.c.slot).distinct().where(actors.c.run_id == run_id, *which))
+    of_slots = (actors.c.run_id == run_id, is_newest, *which)  # others have ended
+    connection.execute(update(actors).where(*of_slots, actors.c.state.in_(OPEN)).values(state="fenced"))
+    slots = connection.execute(select(actors.c.role, actors.c.slot).where(*of_slots))
     for role, slot in slots.all():
         _release(connection, run_id, role, slot)
 

@@ -48,6 +48,7 @@ from tasks.exchange.ledger.schema import (
     consumed_steps,
     evaluations,
     groups,
+    is_newest,
     is_open,
     is_waiting,
     policy_versions,
@@ -315,7 +316,7 @@ def run_and_groups_out(connection: Connection, run_id: str) -> tuple[RunRow, int
 
 def _fence_trainers(connection: Connection, run_id: str) -> None:
     """A trainer that only looked dead must not write its weights into the new lineage when it wakes up."""
-    trainers = and_(actors.c.run_id == run_id, actors.c.role == "trainer", actors.c.state.in_(OPEN))
+    trainers = and_(actors.c.run_id == run_id, actors.c.role == "trainer", is_newest, actors.c.state.in_(OPEN))
     connection.execute(update(actors).where(trainers).values(state="fenced"))
 
 

@@ -20,7 +20,7 @@ from tasks.exchange.ledger.rows import (
     StepRow,
     columns_of,
 )
-from tasks.exchange.ledger.schema import actors, drops, evaluations, groups, is_accused, is_open, prompts, spans, steps
+from tasks.exchange.ledger.schema import drops, evaluations, groups, is_accused, is_open, prompts, runs, spans, steps
 from tasks.exchange.ledger.versions import newest_live_version, usable_version
 from tasks.exchange.trajectories import Outcome
 
@@ -218,7 +218,7 @@ class Reports(Database):
             is_under_way = and_(evaluations.c.deaths > 0, evaluations.c.state != "done")
             accused += _count(connection, evaluations, evaluations.c.run_id == run_id, is_under_way)
             deadly = len(given_up(connection, run_id))
-            died = _count(connection, actors, actors.c.run_id == run_id, actors.c.state == "died")
+            died = connection.scalar(select(runs.c.engine_deaths).where(runs.c.run_id == run_id)) or 0
         consumed = 0 if totals is None else run.prompts_per_step * (int(totals.step) + 1)
         states = {"consumed": consumed, "dropped": sum(row.groups for row in dropped)}
         states |= {state: opened[state].groups if state in opened else 0 for state in ("leased", "scored")}

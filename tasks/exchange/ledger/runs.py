@@ -10,7 +10,7 @@ from tasks.exchange.ledger.actors import add_actor, end_slots
 from tasks.exchange.ledger.database import Database, now_s
 from tasks.exchange.ledger.fence import ACTIVE, require_supervisor, run_of
 from tasks.exchange.ledger.rows import Actor, MachineRow, PlanEpochRow, Process, RunRow, columns_of
-from tasks.exchange.ledger.schema import actors, machines, plan_epochs, runs
+from tasks.exchange.ledger.schema import actors, is_newest, machines, plan_epochs, runs
 
 END_STATES = ("completed", "failed", "cancelled")
 
@@ -121,7 +121,7 @@ class Runs(Database):
             require_supervisor(connection, supervisor)
             if run_of(connection, supervisor.run_id).state == "running":
                 _close(connection, supervisor.run_id, state)
-                waiting = (actors.c.run_id == supervisor.run_id, actors.c.state == "assigned")
+                waiting = (actors.c.run_id == supervisor.run_id, is_newest, actors.c.state == "assigned")
                 connection.execute(update(actors).where(*waiting).values(state="fenced"))
             return run_of(connection, supervisor.run_id).state
 
@@ -164,7 +164,7 @@ class Runs(Database):
         with self.write(run_id) as connection:
             if connection.scalar(of_flow_run) != run_id:
                 return False  # resumed under another one meanwhile
-            this = (actors.c.run_id == run_id, actors.c.role == "supervisor", actors.c.state.in_(ACTIVE))
+            this = (actors.c.run_id == run_id, actors.c.role == "supervisor", is_newest, actors.c.state.in_(ACTIVE))
             connection.execute(update(actors).where(*this).values(wanted="leave"))
         return True
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from sqlalchemy import (
     BigInteger,
+    Boolean,
     CheckConstraint,
     Column,
     ColumnElement,
@@ -74,6 +75,7 @@ runs = Table(
     Column("max_staleness", Integer, nullable=False),
     Column("steps", Integer, nullable=False),
     Column("max_attempts_per_prompt", Integer, nullable=False),
+    Column("engine_deaths", Integer, nullable=False, default=0),
     Column("created_s", Float, nullable=False),
 )
 
@@ -100,6 +102,7 @@ actors = Table(
     _run_key(),
     *_actor_keys(primary=True),
     Column("state", String, nullable=False),
+    Column("is_newest", Boolean, nullable=False),
     Column("assigned_by", Integer),
     Column("epoch", Integer),
     Column("machines", Text, nullable=False),
@@ -120,6 +123,17 @@ actors = Table(
     ),
     CheckConstraint("(role = 'supervisor') = (assigned_by IS NULL)", name="supervisors_assign"),
     CheckConstraint("wanted IN ('run', 'drain', 'leave')", name="actor_wanted"),
+)
+is_newest = actors.c.is_newest.is_(True)
+"""The last attempt of its slot, so that nobody reads past those before to find it."""
+Index(
+    "newest_of_slot",
+    actors.c.run_id,
+    actors.c.role,
+    actors.c.slot,
+    unique=True,
+    sqlite_where=is_newest,
+    postgresql_where=is_newest,
 )
 _open = actors.c.state.in_(("assigned", "starting", "running"))
 Index(
