@@ -214,7 +214,7 @@ def prepare(experiment: ExperimentFile, overrides: Overrides = None) -> None:
 def cancel(run: Annotated[str, typer.Argument(metavar="RUN", help="Run id, as `hexflow runs` shows it.")]) -> None:
     """Cancel a run that goes on, and wait for its end.
 
-    Whoever started it. What it has learnt is kept: `hexflow resume` continues it.
+    It does not matter who started it. What it has learnt is kept: `hexflow resume` continues it.
 
     Exit status 130: cancelled; 0: it was complete before that; 1: failed, or lost from sight; 2: no such run goes on.
     """

@@ -23,7 +23,7 @@ class Deaths:
 
     def to_pay(self, progress: Progress) -> int:
         """How many deaths turn out to be restarts like others; each is told of once."""
-        if _answered(progress) != _answered(self._last):
+        if progress.answered != self._last.answered:
             self._last = progress
         deaths = progress.engine_deaths - self._settled.engine_deaths
         is_hopeless = progress.engine_deaths - self._last.engine_deaths > self._most_unanswered
@@ -32,7 +32,3 @@ class Deaths:
         is_paid_for = progress.deadly_prompts > self._settled.deadly_prompts and not is_hopeless
         self._settled = progress
         return 0 if is_paid_for else deaths
-
-
-def _answered(progress: Progress) -> int:
-    return progress.groups["scored"] + progress.groups["consumed"]

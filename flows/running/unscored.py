@@ -17,13 +17,9 @@ class Unscored:
 
     def in_a_row(self, progress: Progress) -> int:
         """How many there have been since a group was last scored."""
-        if _scored(progress) != self._scored:
+        if progress.answered != self._answered:
             self._look(progress)
         return progress.dropped.get(TOO_FEW_SCORED, 0) - self._dropped
 
     def _look(self, progress: Progress) -> None:
-        self._scored, self._dropped = _scored(progress), progress.dropped.get(TOO_FEW_SCORED, 0)
-
-
-def _scored(progress: Progress) -> int:
-    return progress.groups["scored"] + progress.groups["consumed"]
+        self._answered, self._dropped = progress.answered, progress.dropped.get(TOO_FEW_SCORED, 0)

@@ -256,6 +256,11 @@ class Progress:
     deadly_prompts: int = 0
     engine_deaths: int = 0
 
+    @property
+    def answered(self) -> int:
+        """Groups whose answers were scored and not dropped since."""
+        return self.groups["scored"] + self.groups["consumed"]
+
 
 def columns_of(row_type: type, table: Table) -> list[Column[Any]]:
     """The columns of `table` whose names are the fields of the dataclass `row_type`, in its order."""
