@@ -237,7 +237,8 @@ def report(run: RunContext, plan: ClusterPlan, tracker: Tracker, curves: Curves)
     figures = {name: float(value) for name, value in summary.items() if isinstance(value, int | float)}
     # On the run itself, for MLflow's compare page; its charts come in the order of names, and so after the curves.
     tracker.log({f"summary/{name}": value for name, value in figures.items()}, step=run.experiment.run.steps)
-    track_plan(tracker, plan, summary)
+    if summary["status"] != "cancelled":  # there is little time then
+        track_plan(tracker, plan, summary)
     tracker.log_artifact(run.directory.summary)
     tracker.log_artifact(run.directory.curves)
     with without_repeats() if summary["status"] == "cancelled" else nullcontext():

@@ -16,7 +16,10 @@ import pytest
 from deployments.local import stack
 from deployments.local.sign_in import api_of
 from tasks.config.settings import Settings
+from tasks.exchange.layout import RunDirectory
 from tasks.exchange.ledger import ActorRow, Ledger
+from tasks.training.checkpoints import found_checkpoints
+from tests.support.checkpoints import damage
 from tests.support.places import EXPERIMENTS
 from tests.support.stack import hexflow, until
 
@@ -109,7 +112,9 @@ def test_ctrl_c_cancels_a_run_here_and_on_the_server(stack_settings: Settings) -
 def test_a_run_survives_kills_is_cancelled_without_a_server_and_completes_when_resumed(
     stack_settings: Settings,
 ) -> None:
-    """Trainer, replica and Prefect's server are killed; what it learnt and what it generated is kept all the same."""
+    """Trainer, replica and Prefect's server are killed, and the newest checkpoint is damaged; what the run learnt up to
+    the one before, and what it generated, is kept all the same.
+    """
     assert hexflow("up").returncode == 0
     ledger = Ledger(stack_settings.shared.ledger_url)
     # Long enough not to end by itself while the cancellation travels: a step takes a third of a second.
@@ -136,11 +141,15 @@ def test_a_run_survives_kills_is_cancelled_without_a_server_and_completes_when_r
     assert summary["status"] == "cancelled"
     assert_tracked(stack_settings, str(summary["mlflow_run_id"]), "KILLED")
 
+    directory = RunDirectory(stack_settings.shared.runs / run_id)
+    *_, newest = found_checkpoints(directory)
+    damage(directory.checkpoint_path(*newest))
     resumed = Run(stack_settings, "resume", run_id)
     status, output = resumed.wait()
     assert status == 0, output
     assert_nothing_left(stack_settings, ledger, run_id)
     assert_completed(stack_settings, ledger, run_id, resumed.summary(run_id))
+    assert newest not in found_checkpoints(directory)
     kept = list((stack_settings.local.home / "prefect" / "storage").iterdir())
     assert kept, "Prefect kept nothing of the actors that were killed"
     assert all(json.loads(path.read_bytes()) for path in kept), "a pickle"
@@ -178,6 +187,7 @@ def assert_tracked(settings: Settings, mlflow_run_id: str, status: str) -> None:
     assert parent.info.status == status
     assert parent.data.params["optimizer.lr"] == "0.001"
     children = client.search_runs([parent.info.experiment_id], f"tags.`mlflow.parentRunId` = '{mlflow_run_id}'")
-    assert {child.data.tags["hexflow.role"] for child in children} == {"trainer", "replica"}
+    roles = {"trainer", "replica"} | (set() if status == "KILLED" else {"plan"})
+    assert {child.data.tags["hexflow.role"] for child in children} == roles
     assert "RUNNING" not in {child.info.status for child in children}
     assert any("reward/mean" in child.data.metrics for child in children)
