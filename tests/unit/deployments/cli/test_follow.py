@@ -339,10 +339,14 @@ def test_sigterm_cancels_like_ctrl_c() -> None:
 def test_a_signal_while_the_run_is_being_started_cancels_it(number: signal.Signals) -> None:
     """Taken at once it would end the command, and leave alone the run that the server has begun meanwhile."""
     before = signal.getsignal(signal.SIGTERM)
+    ctrl_c = signal.signal(signal.SIGINT, signal.default_int_handler)  # tests may run where it is ignored
     shown, out = follower(api := FakeApi("RUNNING"))
-    with interrupts_kept():
-        os.kill(os.getpid(), number)
-        assert shown.follow()["type"] == "CANCELLED"
+    try:
+        with interrupts_kept():
+            os.kill(os.getpid(), number)
+            assert shown.follow()["type"] == "CANCELLED"
+    finally:
+        signal.signal(signal.SIGINT, ctrl_c)
     assert api.proposed == ["CANCELLING"]
     assert "Cancelling" in out.getvalue()
     assert signal.getsignal(signal.SIGTERM) == before
