@@ -14,7 +14,6 @@ def train(
     epoch: int,
     machine: str,
     attempt: int,
-    resume_step: int | None = None,
     master: str | None = None,
 ) -> None:
     """Train until the run's last step.
@@ -24,11 +23,10 @@ def train(
         epoch: Plan epoch, which has the trainer's devices and layout.
         machine: This machine, as the plan calls it.
         attempt: Attempt of the trainer that was given out to it; it leaves where that is no longer wanted.
-        resume_step: Step to continue from; empty: the run's first.
         master: HOST:PORT where the ranks of several machines meet; empty: all are here.
     """
     if is_too_late(Actor(run_id, "trainer", 0, attempt)):
         return
     share, _ = Ledger(load_settings().shared.ledger_url).plan(run_id, epoch).trainer.share_of(machine)
     with on_devices(share, f"{run_id} (train 0)"):
-        run_trainer(run_id, epoch, machine, attempt, resume_step, master)
+        run_trainer(run_id, epoch, machine, attempt, master)

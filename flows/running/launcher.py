@@ -81,7 +81,7 @@ class PrefectLauncher:
         self._asking: set[str] = set()
         self._cancelled: set[str] = set()
 
-    def start(self, actor: Actor, share: MachineShare, resume_step: int | None) -> str:
+    def start(self, actor: Actor, share: MachineShare) -> str:
         """Start an actor's flow; see `Launcher.start`. While the server is away this waits for it.
 
         Raises:
@@ -90,15 +90,15 @@ class PrefectLauncher:
 
         def start(key: str) -> str:
             self._wait_for_worker(share.device_type)
-            return self._start(actor, share, resume_step, key)
+            return self._start(actor, share, key)
 
         return patiently(start, f"an actor on {share.machine}")
 
-    def _start(self, actor: Actor, share: MachineShare, resume_step: int | None, key: str) -> str:
+    def _start(self, actor: Actor, share: MachineShare, key: str) -> str:
         flow = FLOWS[actor.role]
         part: dict[str, object] = {"slot": actor.slot}
         if flow == "train":
-            part = {"machine": share.machine, "resume_step": resume_step, "master": None}
+            part = {"machine": share.machine, "master": None}  # its ranks are on one machine
         created = run_deployment(
             f"{flow}/{share.device_type}",
             parameters={"run_id": self._run_id, "epoch": self._epoch, "attempt": actor.attempt, **part},

@@ -41,7 +41,7 @@ class RunFailed(Exception):
 class Launcher(Protocol):
     """Starts and cancels the flow runs of actors."""
 
-    def start(self, actor: Actor, share: MachineShare, resume_step: int | None) -> str:
+    def start(self, actor: Actor, share: MachineShare) -> str:
         """Start the flow of a replica, or of the trainer's share of a machine, on its pool and queue.
 
         It registers as `actor`, or, where that is no longer wanted, does nothing. Returns the flow run's id. Raises
@@ -113,9 +113,9 @@ class Supervisor:
             RunFailed: the restart budget is spent, an actor cannot start, or nothing moves any more.
             Fenced: the run was ended or taken over elsewhere.
         """
-        self._start("trainer", 0, self._plan.trainer.machines, self._run.resume_step)
+        self._start("trainer", 0, self._plan.trainer.machines)
         for replica in self._plan.replicas:
-            self._start("replica", replica.slot, [replica], None)
+            self._start("replica", replica.slot, [replica])
         while not self._is_complete():
             self._run.ledger.confirm(self._run.supervisor)
             self._reconcile()
@@ -177,7 +177,7 @@ class Supervisor:
         for flow_run_id in child.flow_run_ids:
             self._launcher.cancel(flow_run_id)
 
-    def _start(self, role: str, slot: int, shares: Sequence[MachineShare], resume_step: int | None) -> None:
+    def _start(self, role: str, slot: int, shares: Sequence[MachineShare]) -> None:
         """Give out the slot's next attempt and start it on its machines."""
         rows = self._run.ledger.actors(self._run.run_id)
         after = max((row.attempt for row in rows if (row.role, row.slot) == (role, slot)), default=0)
@@ -186,7 +186,7 @@ class Supervisor:
         child = _Child(actor, shares, is_first=(role, slot) not in self._children)
         self._children[role, slot] = child
         for share in shares:
-            child.flow_run_ids.append(self._launcher.start(actor, share, resume_step))
+            child.flow_run_ids.append(self._launcher.start(actor, share))
 
     def _see(self, children: Iterable[_Child], ledger: Ledger) -> None:
         """Look at the rows of these attempts; those of others in their slots are not theirs."""
@@ -316,11 +316,10 @@ class Supervisor:
             self._kill([left])  # Prefect's server may be away, and its flow run holds the devices as long as it lives
         self._cancel(child)
         self._replaced.append(child)
-        resume_step = None
         if actor.role == "trainer":
-            resume_step = resume_point(self._run.directory, ledger, self._run.run_id, self._settings)
-            ledger.resume_from(self._run.supervisor, resume_step, f"after trainer {actor.attempt}")
-        self._start(actor.role, actor.slot, child.shares, resume_step)
+            step = resume_point(self._run.directory, ledger, self._run.run_id, self._settings)
+            ledger.resume_from(self._run.supervisor, step, f"after trainer {actor.attempt}")
+        self._start(actor.role, actor.slot, child.shares)
         self._on_replaced(self._told)
 
     def _pay(self, restarts: int, why: str) -> None:

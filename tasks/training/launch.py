@@ -19,9 +19,7 @@ class RankFailed(RuntimeError):
     """A rank of the trainer ended badly; the message has the end of its log."""
 
 
-def run_trainer(
-    run_id: str, epoch: int, machine: str, attempt: int, resume_step: int | None = None, master: str | None = None
-) -> None:
+def run_trainer(run_id: str, epoch: int, machine: str, attempt: int, master: str | None = None) -> None:
     """Train on a machine's share of a plan epoch's trainer, until the run's last step; no rank stays on any way out.
 
     There is no deadline on the whole: meeting, waiting for data and collectives have theirs inside the ranks, and the
@@ -32,7 +30,6 @@ def run_trainer(
         epoch: the plan epoch, which names the devices.
         machine: this machine, as the plan calls it.
         attempt: the trainer's attempt, as it was given out.
-        resume_step: step of the checkpoint to continue from; 0 begins again in a new lineage, None is a new run.
         master: HOST:PORT where the ranks of all machines meet; None: on this machine, which has them all.
 
     Raises:
@@ -46,8 +43,6 @@ def run_trainer(
     share, first = trainer.share_of(machine)
     argv = [sys.executable, "-m", "tasks.training.trainer", "--run", run_id, "--epoch", str(epoch)]
     argv += ["--attempt", str(attempt)]
-    if resume_step is not None:
-        argv += ["--resume-step", str(resume_step)]
     env = settings.environment() | device_environment(share.kind, share.devices)
     numbers = range(first, first + share.ranks)
     logs = [run.log_path("trainer", 0, rank) for rank in numbers]

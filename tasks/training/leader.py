@@ -122,6 +122,10 @@ class Leader:
                 f"continue it with `hexflow resume {self.actor.run_id}`."
             )
 
+    def first_step(self) -> int:
+        """The step to begin with: 0 in a new run, else that of the checkpoint that the run was taken back to."""
+        return self.ledger.progress(self.actor.run_id).step
+
     def checkpoint_lineage(self, step: int) -> int:
         """The lineage in which the checkpoint of `step` was written.
 

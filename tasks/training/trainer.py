@@ -248,10 +248,11 @@ def train(args: argparse.Namespace, experiment: Experiment, leader: Leader | Non
     sizes = {"zero_stage": plan.zero_stage, "micro_batch_tokens": plan.micro_batch_tokens}
     count_work = leader.scope.work.add if leader else _count_for_nobody
     engine = load_engine(model_path, experiment, ranks, **sizes, count_work=count_work)
-    if args.resume_step:
-        (lineage,) = ranks.share([leader.checkpoint_lineage(args.resume_step) if leader else 0])
-        load_checkpoint(run, lineage, args.resume_step, engine, ranks)
-    Trainer(run, experiment, engine, ranks, leader).train(args.resume_step or 0)
+    (step,) = ranks.share([leader.first_step() if leader else 0])
+    if step:
+        (lineage,) = ranks.share([leader.checkpoint_lineage(step) if leader else 0])
+        load_checkpoint(run, lineage, step, engine, ranks)
+    Trainer(run, experiment, engine, ranks, leader).train(step)
     ranks.barrier()
     dist.destroy_process_group()
 
@@ -290,7 +291,6 @@ def main() -> None:
     parser.add_argument("--run", required=True, help="run id in the ledger")
     parser.add_argument("--epoch", required=True, type=int, help="plan epoch that the trainer belongs to")
     parser.add_argument("--attempt", required=True, type=int, help="the trainer's attempt, as it was given out")
-    parser.add_argument("--resume-step", type=int, help="step of the checkpoint to continue from; 0: from the model")
     args = parser.parse_args()
     die_with_parent()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")

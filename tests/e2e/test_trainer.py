@@ -160,7 +160,7 @@ def test_a_trainer_that_is_ended_and_resumed_trains_like_one_that_was_not(settin
     assert go_back(ledger, 2, RUN) == 1
     replica = FakeReplica(ledger, run, limit=100)
     replica.start()
-    run_trainer(RUN, 0, "here", assign(ledger, "trainer", run_id=RUN).attempt, resume_step=2)
+    run_trainer(RUN, 0, "here", assign(ledger, "trainer", run_id=RUN).attempt)
     replica.stop()
     assert_published(run, (1, 4), replayed(run, ledger, experiment))
     assert [row.step for row in ledger.steps(RUN)] == [0, 1, 2, 3]

@@ -37,7 +37,7 @@ class SleepingActors:
         self._ledger = ledger
         self._directory = directory
 
-    def start(self, actor: Actor, share: MachineShare, resume_step: int | None) -> str:
+    def start(self, actor: Actor, share: MachineShare) -> str:
         group = ProcessGroup.start(SLEEPER, {}, self._directory / "sleeper.log")
         self._ledger.register(actor, Process(process_key(group.pid), group.pid, share.machine))
         threading.Thread(target=self._beat, args=(actor,), daemon=True).start()

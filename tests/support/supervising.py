@@ -25,7 +25,7 @@ class FakeLauncher:
 
     def __init__(self, ledger: Ledger) -> None:
         self.ledger = ledger
-        self.started: list[tuple[str, int | None]] = []
+        self.started: list[str] = []
         self.cancelled: list[str] = []
         self.ended: set[str] = set()
         self.actors: dict[str, Actor] = {}
@@ -33,9 +33,9 @@ class FakeLauncher:
         self.is_away = False
         self.pids: dict[str, int] = {}
 
-    def start(self, actor: Actor, share: MachineShare, resume_step: int | None) -> str:
+    def start(self, actor: Actor, share: MachineShare) -> str:
         flow = FLOWS[actor.role]
-        self.started.append((flow, resume_step))
+        self.started.append(flow)
         flow_run_id = f"{flow}-{len(self.started)}"
         if self.joins:
             self.ledger.register(actor, self._process(flow_run_id))

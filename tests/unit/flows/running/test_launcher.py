@@ -144,7 +144,7 @@ def test_the_launcher_names_plan_epoch_part_and_attempt(monkeypatch: pytest.Monk
     launcher = PrefectLauncher(cast(SyncPrefectClient, online), RUN, 3)
     for role, share, flow in (("trainer", PLAN.trainer.machines[0], train), ("replica", PLAN.replicas[0], rollout)):
         asked.clear()
-        launcher.start(Actor(RUN, role, 0, 7), share, None)
+        launcher.start(Actor(RUN, role, 0, 7), share)
         assert asked.pop("name") == f"{flow.name}/cpu"
         assert (asked["run_id"], asked["epoch"], asked["attempt"]) == (RUN, 3, 7)
         assert asked["machine" if flow is train else "slot"] == ("here" if flow is train else 0)

@@ -44,7 +44,7 @@ def test_a_run_ends_when_trained_and_evaluated(tmp_path: Path) -> None:
         finish_run(launcher)
 
     Supervisor(run, 0, PLAN, launcher, on_progress).run()
-    assert [role for role, _ in launcher.started] == ["train", "rollout"]
+    assert launcher.started == ["train", "rollout"]
     assert seen
 
 
@@ -61,7 +61,7 @@ def test_a_dead_replica_is_started_again(tmp_path: Path) -> None:
             finish_run(launcher)
 
     Supervisor(run, 0, PLAN, launcher, on_progress).run()
-    assert launcher.started == [("train", None), ("rollout", None), ("rollout", None)]
+    assert launcher.started == ["train", "rollout", "rollout"]
 
 
 def test_a_dead_trainer_goes_on_from_its_checkpoint_in_a_new_lineage(tmp_path: Path) -> None:
@@ -79,7 +79,7 @@ def test_a_dead_trainer_goes_on_from_its_checkpoint_in_a_new_lineage(tmp_path: P
     with pytest.raises(RunFailed, match="No step"):
         Supervisor(run, 0, PLAN, launcher, on_progress).run()
     after = run.ledger.find_run(run_id=RUN)
-    assert launcher.started[-1] == ("train", 0)
+    assert launcher.started[-1] == "train"
     assert before is not None
     assert after is not None
     assert after.lineage == before.lineage + 1
@@ -101,7 +101,7 @@ def test_a_dead_trainer_passes_over_a_damaged_checkpoint(tmp_path: Path, capsys:
     with pytest.raises(UserError, match=r"none of its checkpoints is whole .*part-00000\.safetensors differs"):
         Supervisor(run, 0, PLAN, launcher, on_progress).run()
     assert "The checkpoint of step 1 cannot be continued" in capsys.readouterr().out
-    assert [role for role, _ in launcher.started] == ["train", "rollout"]
+    assert launcher.started == ["train", "rollout"]
     assert [row.step for row in run.ledger.steps(RUN)] == [0]
 
 
@@ -118,7 +118,7 @@ def test_a_replica_that_left_before_the_end_is_started_again(tmp_path: Path) -> 
             finish_run(launcher)
 
     Supervisor(run, 0, PLAN, launcher, on_progress).run()
-    assert [role for role, _ in launcher.started] == ["train", "rollout", "rollout"]
+    assert launcher.started == ["train", "rollout", "rollout"]
 
 
 @pytest.mark.parametrize("dies", [False, True])
@@ -141,7 +141,7 @@ def test_a_replica_that_was_to_leave_is_not_started_again(dies: bool, tmp_path: 
 
     with pytest.raises(Fenced):
         Supervisor(run, 0, PLAN, launcher, on_progress).run()
-    assert [role for role, _ in launcher.started] == ["train", "rollout"]
+    assert launcher.started == ["train", "rollout"]
     assert launcher.cancelled == (["rollout-2"] if dies else [])
 
 
@@ -192,7 +192,7 @@ def test_a_restarted_actor_that_fails_while_starting_is_started_again(tmp_path: 
             finish_run(launcher)
 
     Supervisor(run, 0, PLAN, launcher, on_progress).run()
-    assert [role for role, _ in launcher.started] == ["train", "rollout", "rollout", "rollout"]
+    assert launcher.started == ["train", "rollout", "rollout", "rollout"]
 
 
 class Clock:

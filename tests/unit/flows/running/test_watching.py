@@ -51,7 +51,7 @@ def test_a_replica_that_beats_but_stands_still_is_replaced_and_it_is_said_why(tm
         return {"may_rest_s": 300.0, "work": min(look, 2)}
 
     lines = watch(run, launcher, beats, range(0, 400, 10))
-    assert launcher.started == [("train", None), ("rollout", None), ("rollout", None)]
+    assert launcher.started == ["train", "rollout", "rollout"]
     (line,) = lines
     assert "replica 0, attempt 1, died: it beat, but its count of work stood still at 2 for 310 s" in line
     assert line.endswith("(run.work_deadline_s; last it said 'generating'); starting it again (1 of 1)")
