@@ -199,9 +199,9 @@ def test_devices_that_cost_nothing_are_used_as_well_as_they_can_be(goal: dict[st
     """Any plan on them is the cheapest: asked for 100 tokens/s, they gave 2,212 s a step for 0 USD/h."""
     machines = [
         {"name": "own", "device_type": "l40s", "devices": 4, "count": 2, "usd_per_h": 0.0},
-        {"name": "rented", "device_type": "h800-sxm", "devices": 8},
+        {"name": "rented", "device_type": "h800", "devices": 8},
     ]
-    links = [{"between": ["l40s", other], "gb_per_s": 1.5} for other in ("l40s", "h800-sxm")]
+    links = [{"between": ["l40s", other], "gb_per_s": 1.5} for other in ("l40s", "h800")]
     cluster = parse_cluster(ClusterFile.model_validate({"name": "own", "machines": machines, "links": links}))
     demand = replace(PAPER, prompts_per_step=16, group_size=8)
     free = plan_for(cluster.restricted({"own-0": 4, "own-1": 4}), SMALL, demand)
