@@ -15,7 +15,7 @@ from tests.support.places import REPOSITORY
 PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
 OWN = {"planners", "tasks", "flows", "deployments", "benchmarks", "tests"}
-LOADED_BY_OTHERS = {"gguf", "accelerate"}
+LOADED_BY_OTHERS = {"gguf", "accelerate", "socksio"}
 """Declared, and imported by a library of ours when it is asked for something."""
 
 
