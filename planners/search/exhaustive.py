@@ -20,6 +20,7 @@ from planners.workload.demand import Demand
 MOST_DEVICES = 8
 GROUPS = (*range(1, 17), 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 LADDER = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
+"""Both its own, though the other modes have them too: what is checked against this must not decide what it tries."""
 Engine = tuple[int, int, float, float, int]
 """Devices, answers in progress, tokens/s, latency of one replica, answers that it leases."""
 
