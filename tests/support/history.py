@@ -50,6 +50,7 @@ class History:
         self._leases: deque[tuple[Actor, Lease]] = deque()
         self._scored = 0
         self._keys = 0
+        self._has_died = False
         self._load(lambda name, call: call())
 
     def live_a_step(self, call: Call) -> None:
@@ -65,14 +66,16 @@ class History:
     def take_back_a_step(self, call: Call) -> None:
         """Resume from the checkpoint before the last step: its groups are scored again, and all leases are lost.
 
-        Before that one of the groups is found damaged, and an engine dies with what it was answering.
+        Before that one of the groups is found damaged, and the first time an engine dies with what it was answering.
         """
         ledger, last = self.ledger, self.step - 1
         damaged = (ledger.take_groups(self.trainer, last) or [])[:1]
         rows = call("drop_damaged", lambda: ledger.drop_damaged(self.trainer, last, [row.group_id for row in damaged]))
         assert rows is None
-        call("finish, died", lambda: ledger.finish(self.replicas[1], "died", "SIGSEGV"))
-        self.replicas[1] = join(ledger, "replica", 1, RUN)
+        if not self._has_died:  # again and again, and what is asked next would be a suspect, to be tried alone
+            self._has_died = True
+            call("finish, died", lambda: ledger.finish(self.replicas[1], "died", "SIGSEGV"))
+            self.replicas[1] = join(ledger, "replica", 1, RUN)
         back = (self.supervisor, self.step - 1, f"from step {self.step}")
         self.lineage = call("resume_from", lambda: self.ledger.resume_from(*back))
         assert call("resume_from, again", lambda: self.ledger.resume_from(*back)) == self.lineage
@@ -100,6 +103,7 @@ class History:
         self._keys += 1
         replica, key = self.replicas[self._keys % REPLICAS], f"lease-{self._keys}"
         lease = call("lease_group", lambda: self.ledger.lease_group(replica, self.step, key))
+        assert lease is not None
         assert call("lease_group, again", lambda: self.ledger.lease_group(replica, self.step, key)) == lease
         return replica, lease
 
